@@ -1,0 +1,1 @@
+"""The coordinator: drafts, scores, accepts, commits and streams. It imports no torch."""

@@ -1,0 +1,1 @@
+"""Exact speculative decoding as gRPC microservices: the heart that the three services share."""

@@ -1,0 +1,192 @@
+"""The errors of specdec and the one table that turns them into gRPC status codes and back.
+
+    SpecdecError
+    ├── InvalidArgument    a field is wrong; says which, its value and what would be right
+    ├── NotFound           no such session, or not yours (indistinguishable)
+    ├── AlreadyExists      the request_id was used with other parameters
+    ├── Fenced             another coordinator owns the session now
+    ├── Mismatch           draft and target, or model and request, do not fit
+    ├── NonFiniteRow       the model's law for this session holds NaN or infinity
+    ├── Overloaded         no room now; says when to come back
+    ├── Unavailable        loading, draining, or a part is gone; says when to come back
+    ├── DataLoss           the store went back in time
+    └── Internal           a bug of ours; its text stays in the log
+
+Every status carries an ErrorInfo; InvalidArgument adds BadRequest, Overloaded and Unavailable add RetryInfo.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "specdec"
+
+
+class SpecdecError(Exception):
+    """Base of all errors that a caller of specdec may see."""
+
+    code = grpc.StatusCode.INTERNAL
+    reason = "INTERNAL"
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+
+    def details(self) -> Sequence[Message]:
+        """Return the google.rpc details beside ErrorInfo."""
+        return ()
+
+
+class InvalidArgument(SpecdecError):
+    """A field is wrong. `violations` maps field paths to what is wrong with each."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, violations: Mapping[str, str]) -> None:
+        super().__init__("; ".join(f"{field} {problem}" for field, problem in violations.items()))
+        self.violations = dict(violations)
+
+    def details(self) -> Sequence[Message]:
+        """Return one violation a field."""
+        violation = error_details_pb2.BadRequest.FieldViolation
+        fields = [violation(field=field, description=problem) for field, problem in self.violations.items()]
+        return (error_details_pb2.BadRequest(field_violations=fields),)
+
+
+class NotFound(SpecdecError):
+    """There is no such session, or it is not the caller's."""
+
+    code = grpc.StatusCode.NOT_FOUND
+    reason = "SESSION_NOT_FOUND"
+
+
+class AlreadyExists(SpecdecError):
+    """The request_id belongs to a session with other parameters."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+    reason = "REQUEST_ID_REUSED"
+
+
+class Fenced(SpecdecError):
+    """A higher epoch owns the session."""
+
+    code = grpc.StatusCode.ABORTED
+    reason = "SESSION_FENCED"
+
+
+class Mismatch(SpecdecError):
+    """Two parts do not fit together, and retrying will not change that."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "MODEL_MISMATCH"
+
+
+class NonFiniteRow(SpecdecError):
+    """The model gave NaN or infinity for this session."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "NON_FINITE_ROW"
+
+
+class _Retryable(SpecdecError):
+    def __init__(self, message: str, retry_after_s: float = 1.0, **metadata: object) -> None:
+        super().__init__(message, **metadata)
+        self.retry_after_s = retry_after_s
+
+    def details(self) -> Sequence[Message]:
+        """Say when to try again."""
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(self.retry_after_s * 1e9))
+        return (error_details_pb2.RetryInfo(retry_delay=delay),)
+
+
+class Overloaded(_Retryable):
+    """There is no room for this now."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    reason = "OVERLOADED"
+
+
+class Unavailable(_Retryable):
+    """A part is loading, draining or gone."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+    reason = "UNAVAILABLE"
+
+
+class DataLoss(SpecdecError):
+    """The store holds less than, or other than, what a client was shown."""
+
+    code = grpc.StatusCode.DATA_LOSS
+    reason = "STORE_WENT_BACK"
+
+
+class Internal(SpecdecError):
+    """A bug of ours. The message is fixed: what happened is in the log, not on the wire."""
+
+    def __init__(self) -> None:
+        super().__init__("an error inside the server; its log has the cause")
+
+
+ERRORS: tuple[type[SpecdecError], ...] = (
+    InvalidArgument,
+    NotFound,
+    AlreadyExists,
+    Fenced,
+    Mismatch,
+    NonFiniteRow,
+    Overloaded,
+    Unavailable,
+    DataLoss,
+    Internal,
+)
+
+
+def to_status(error: SpecdecError) -> grpc.Status:
+    """Return the status to abort a call with."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    status = status_pb2.Status(code=error.code.value[0], message=error.message)
+    for detail in (info, *error.details()):
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    result: grpc.Status = rpc_status.to_status(status)
+    return result
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> SpecdecError:
+    """Return the error that the other side raised; library errors become the kind that has their code."""
+    message = error.details() or error.code().name
+    reason, violations, retry_after_s = _read_details(error)
+    kind = next((kind for kind in ERRORS if kind.reason == reason), None) or _kind_of_code(error.code())
+    if issubclass(kind, InvalidArgument):
+        return kind(violations or {"request:": message})
+    if issubclass(kind, _Retryable):
+        return kind(message, retry_after_s)
+    return kind() if kind is Internal else kind(message)
+
+
+def _kind_of_code(code: grpc.StatusCode) -> type[SpecdecError]:
+    """Calls that ran out of time or were cut off can be made again; the rest follow the table."""
+    if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
+        return Unavailable
+    return next((kind for kind in ERRORS if kind.code == code and kind is not NonFiniteRow), Internal)
+
+
+def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str], float]:
+    info = error_details_pb2.ErrorInfo()
+    bad = error_details_pb2.BadRequest()
+    retry = error_details_pb2.RetryInfo()
+    for key, value in error.trailing_metadata() or ():
+        if key == "grpc-status-details-bin":
+            for packed in status_pb2.Status.FromString(value if isinstance(value, bytes) else value.encode()).details:
+                for message in (info, bad, retry):
+                    packed.Unpack(message)
+    violations = {entry.field: entry.description for entry in bad.field_violations}
+    return info.reason, violations, retry.retry_delay.ToNanoseconds() / 1e9 or 1.0

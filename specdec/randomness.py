@@ -1,0 +1,43 @@
+"""Randomness as a pure function of (seed, key): a retried or repeated call makes the same decision.
+
+Every draw of a session is `uniform(seed, Key(...))`. The committed length at the round's start is part of the key and
+is fresh each round, since each round commits at least one token; so no key is consumed twice, and keeping, discarding
+or repeating a round's draws never ties one round to another.
+
+Source: the counter-based generator Philox4x64-10 (Salmon, Moraes, Dror and Shaw 2011).
+"""
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_SEED = 2**64 - 1
+
+
+class Purpose(enum.IntEnum):
+    """What a draw decides; two purposes never share one."""
+
+    DRAFT = 1  # the draft worker draws a proposal's token
+    ACCEPT = 2  # the coordinator accepts or rejects it
+    CLOSE = 3  # the coordinator draws the token that closes the round
+    TAIL = 4  # the target worker draws from a row's complement
+
+
+class Key(NamedTuple):
+    """Names one draw of a session."""
+
+    committed_length: int  # tokens committed when the round began, prompt included
+    position: int  # within the round, from 0
+    purpose: Purpose
+
+
+def uniform(seed: int, key: Key) -> float:
+    """Return the 53-bit uniform in [0, 1) that belongs to this key."""
+    bits = np.random.Philox(key=[seed, int(key.purpose)], counter=[key.position, key.committed_length, 0, 0])
+    return float(int(bits.random_raw()) >> 11) * 2.0**-53
+
+
+def uniforms(seed: int, committed_length: int, count: int, purpose: Purpose) -> tuple[float, ...]:
+    """Return the draws of positions 0 to count - 1 of one round."""
+    return tuple(uniform(seed, Key(committed_length, position, purpose)) for position in range(count))
