@@ -1,0 +1,114 @@
+"""The self-check at every load: packed forwards must agree with the model's own.
+
+Some architectures ignore the registered attention function and would be silently wrong; so a model is served only after
+its packed forward, fed in pieces, truncated and fed again, has given the logits of its own plain forward.
+
+In float32 the two agree to rounding, and any real mistake shows. In bfloat16 rounding is as large as a small mistake, so
+a model that computes in bfloat16 is checked twice: a float32 copy of it strictly (where the copy is affordable), and
+itself against the noise between two of its own attention functions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.errors import ModelRefused
+
+if TYPE_CHECKING:
+    from specdec.engine.model import LanguageModel
+
+PROMPT_LENGTHS = (23, 14)
+FLOAT32_TOLERANCE = 1e-3  # of the logits' spread, largest difference; summing in another order gives 1e-6 to 1e-5
+NOISE_FACTOR = 3.0  # in bfloat16: times the model's disagreement with itself under another attention function
+NOISE_FLOOR = 0.03  # of the logits' spread, root mean square; bfloat16 models measured 0.01 to 0.02
+MAX_COPY_BYTES = 2 << 30  # a float32 copy up to here is checked in about a second
+
+
+def make_check(model: PreTrainedModel) -> Callable[[LanguageModel], None]:
+    """Run the model's own forward now; return the check to run once its attention function is replaced.
+
+    The check raises ModelRefused where the packed forward disagrees.
+    """
+    prompts = _prompts(model)
+    own = _own_logits(model, prompts)  # [tokens of all prompts, vocab]
+    if model.dtype == torch.float32:
+        distance, tolerance = _largest, FLOAT32_TOLERANCE
+    else:
+        distance, tolerance = _root_mean_square, max(NOISE_FLOOR, NOISE_FACTOR * _noise(model, prompts, own))
+
+    def check(packed: LanguageModel) -> None:
+        disagreement = distance(_packed_logits(packed, prompts), own)
+        if not disagreement <= tolerance:  # NaN disagrees
+            raise ModelRefused(
+                f"{packed.name} gives other logits when its sequences are packed ({disagreement:.2g} of their spread, "
+                f"allowed {tolerance:.2g}), so it would not be served exactly; choose another architecture"
+            )
+
+    return check
+
+
+def float32_copy(model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return a float32 copy of a model of lower precision, or None where there is no need or no room for one."""
+    if model.dtype == torch.float32 or 4 * model.num_parameters() > MAX_COPY_BYTES:
+        return None
+    twin: PreTrainedModel = copy.deepcopy(model).float()
+    return twin
+
+
+def _prompts(model: PreTrainedModel) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
+    num_ids = model.get_input_embeddings().num_embeddings
+    lengths = [min(length, longest) for length in PROMPT_LENGTHS]
+    return [torch.randint(num_ids, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def _own_logits(model: PreTrainedModel, prompts: list[list[int]]) -> torch.Tensor:
+    """Return the plain forward's logits, float32 [tokens of all prompts, vocab]."""
+    inputs = [torch.tensor([prompt], device=model.device) for prompt in prompts]
+    return torch.cat([model(input_ids=tokens, use_cache=False).logits[0].float() for tokens in inputs])
+
+
+def _noise(model: PreTrainedModel, prompts: list[list[int]], own: torch.Tensor) -> float:
+    """Return how far the model's own logits move under another of its attention functions; 0 if it has no other."""
+    used = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("sdpa")
+        return _root_mean_square(_own_logits(model, prompts), own)
+    except (ValueError, ImportError):  # a soft cap, or no such function for this architecture
+        return 0.0
+    finally:
+        model.set_attn_implementation(used)
+
+
+def _packed_logits(model: LanguageModel, prompts: list[list[int]]) -> torch.Tensor:
+    """Feed the prompts side by side in pieces, each after a rejected one; return the logits [tokens of all, vocab]."""
+    from specdec.engine.model import Feed
+
+    sequences = [model.cache.open(f"self-check {index}") for index in range(len(prompts))]
+    rows: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for start, end in ((0.0, 0.3), (0.3, 0.4), (0.4, 1.0)):
+        spans = [prompt[int(start * len(prompt)) : int(end * len(prompt))] for prompt in prompts]
+        model.forward([Feed(sequence, span[::-1], 0) for sequence, span in zip(sequences, spans, strict=True)])
+        for sequence, span in zip(sequences, spans, strict=True):
+            sequence.truncate(sequence.length - len(span))
+        logits = model.forward([Feed(sequence, span, len(span)) for sequence, span in zip(sequences, spans, strict=True)])
+        for collected, part in zip(rows, logits.split([len(span) for span in spans]), strict=True):
+            collected.append(part)
+    for sequence in sequences:
+        sequence.close()
+    return torch.cat([torch.cat(collected) for collected in rows])
+
+
+def _largest(ours: torch.Tensor, own: torch.Tensor) -> float:
+    return float((ours - own).abs().max() / own.std())
+
+
+def _root_mean_square(ours: torch.Tensor, own: torch.Tensor) -> float:
+    return float((ours - own).pow(2).mean().sqrt() / own.std())

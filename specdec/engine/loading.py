@@ -1,0 +1,128 @@
+"""Loading a model from the hub or a folder, refusing what must not or cannot be served."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specdec.engine.errors import ModelRefused
+
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # the others keep state that cannot be truncated
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose_device(device: str) -> torch.device:
+    """Return the device for "auto", "cpu" or "cuda"; raises ModelRefused for others and for absent ones."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ModelRefused(f"device {device!r} is unknown; use auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelRefused("device 'cuda' was asked for but torch sees no GPU; use cpu, or install a CUDA build of torch")
+    return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the type for "auto", "float32" or "bfloat16"; auto is bfloat16 where the device computes it fast."""
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype != "auto":
+        raise ModelRefused(f"dtype {dtype!r} is unknown; use auto, float32 or bfloat16")
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_is_fast_in_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _cpu_is_fast_in_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
+
+
+def load_pretrained(name_or_path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model on `device` in evaluation mode, attending with transformers' own functions.
+
+    Raises ModelRefused for whatever keeps it from being loaded safely and served exactly.
+    """
+    path = Path(name_or_path).expanduser()
+    if looks_like_path(name_or_path):
+        _refuse_bad_folder(path)
+        name_or_path = str(path)
+    config = _load_config(name_or_path)
+    _refuse_unserved(name_or_path, config)
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            name_or_path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            attn_implementation="eager",
+        )
+    except (OSError, ValueError) as error:
+        raise ModelRefused(f"{name_or_path} cannot be loaded: {_first_line(error)}") from error
+    _refuse_recurrent(name_or_path, model)
+    return model.to(device).eval()
+
+
+def looks_like_path(name_or_path: str) -> bool:
+    """Tell folders from hub ids; what looks like a folder is never asked of the hub."""
+    return name_or_path.startswith((".", "/", "~")) or name_or_path.count(os.sep) > 1 or Path(name_or_path).exists()
+
+
+def _refuse_bad_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelRefused(f"the model folder {path} does not exist; give an existing folder or a hub id such as org/name")
+    if not (path / "config.json").is_file():
+        raise ModelRefused(f"the model folder {path} has no config.json; save the model with save_pretrained")
+    if not any(path.glob("*.safetensors")):
+        raise ModelRefused(
+            f"the model folder {path} has no *.safetensors file, and pickled weights can run code when they are loaded; "
+            "convert the model with save_pretrained(folder, safe_serialization=True)"
+        )
+
+
+def _load_config(name_or_path: str) -> PreTrainedConfig:
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
+        _refuse_raw_config(name_or_path, raw)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+        return config
+    except (OSError, ValueError) as error:
+        raise ModelRefused(
+            f"the configuration of {name_or_path} cannot be read, from the hub or its local cache: {_first_line(error)}"
+        ) from error
+
+
+def _refuse_raw_config(name: str, raw: dict[str, Any]) -> None:
+    if "auto_map" in raw:
+        raise ModelRefused(
+            f"{name} brings its own code (auto_map in its config.json), which is never run; "
+            "choose a model whose architecture is part of transformers"
+        )
+    if "quantization_config" in raw:
+        raise ModelRefused(f"{name} is quantised (quantization_config in its config.json); choose its unquantised weights")
+
+
+def _refuse_unserved(name: str, config: PreTrainedConfig) -> None:
+    if config.is_encoder_decoder:
+        raise ModelRefused(f"{name} is an encoder-decoder model; choose a decoder-only causal language model")
+    text_config = config.get_text_config(decoder=True)
+    unserved = sorted(set(getattr(text_config, "layer_types", None) or ()) - SERVED_LAYER_TYPES)
+    if unserved:
+        raise ModelRefused(
+            f"{name} has {' and '.join(unserved)} layers, whose state cannot be rolled back when draft tokens are "
+            "rejected; choose a model with full or sliding attention in every layer"
+        )
+    if getattr(text_config, "attention_chunk_size", None):
+        raise ModelRefused(f"{name} attends in chunks (attention_chunk_size), which is not served; choose another model")
+
+
+def _refuse_recurrent(name: str, model: PreTrainedModel) -> None:
+    if model._is_stateful:
+        raise ModelRefused(
+            f"{name} ({type(model).__name__}) keeps a recurrent state, which cannot be rolled back when draft tokens "
+            "are rejected; choose a model with attention in every layer"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

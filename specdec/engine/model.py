@@ -1,0 +1,165 @@
+"""The batched language model that both workers share: any transformers causal LM, without padding.
+
+`LanguageModel.forward` appends tokens to many sequences at once and returns the logits that were asked for. Everything
+about a model's architecture stays in transformers; only its attention function is ours (`attention.py`).
+"""
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.attention import ATTENTION_NAME, PackedAttention, Segment, ShapeProbe, attending
+from specdec.engine.check import float32_copy, make_check
+from specdec.engine.errors import EngineError, ModelRefused, SequenceTooLong
+from specdec.engine.kv import KvCache, LayerShape, Sequence
+from specdec.engine.linear import pack_linears
+from specdec.engine.loading import choose_device, choose_dtype, load_pretrained
+
+BLOCK_TOKENS = 32  # half a block is lost per sequence; growing into a new block costs some microseconds
+
+CHECK_CACHE_BYTES = 64 << 20  # for the self-check's two short prompts, which no model stores in more
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens to append to one sequence, and how many of their last positions want logits (0: none)."""
+
+    sequence: Sequence
+    tokens: list[int]
+    num_rows: int
+
+
+class LanguageModel:
+    """A causal language model with its KV cache. Use it on one thread; `EngineLoop` does."""
+
+    def __init__(self, model: PreTrainedModel, *, name: str, kv_cache_bytes: int, block_tokens: int) -> None:
+        self.name = name
+        self._model = model
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        text_config = model.config.get_text_config(decoder=True)
+        self.context_length: int = getattr(text_config, "max_position_embeddings", None) or 1 << 30
+        self.num_token_ids: int = model.get_input_embeddings().num_embeddings
+        shapes, self.vocab_size = self._probe()
+        self.num_layers = len(shapes)
+        self.cache = KvCache(
+            shapes, num_bytes=kv_cache_bytes, block_tokens=block_tokens, dtype=self.dtype, device=self.device
+        )
+
+    @classmethod
+    def load(
+        cls,
+        name_or_path: str,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_cache_bytes: int,
+        block_tokens: int = BLOCK_TOKENS,
+        self_check: bool = True,
+    ) -> "LanguageModel":
+        """Load a transformers causal LM by hub id or local folder.
+
+        `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
+        computes it fast). The cache takes `kv_cache_bytes` bytes. Only safetensors weights are read, and no code that
+        comes with a model is run. Raises ModelRefused when the model cannot be loaded or served exactly, CacheFull
+        when the bytes hold not one block.
+        """
+        chosen_device = choose_device(device)
+        pretrained = load_pretrained(name_or_path, chosen_device, choose_dtype(dtype, chosen_device))
+        twin = float32_copy(pretrained) if self_check else None
+        if twin is not None:
+            cls._served(twin, name_or_path, CHECK_CACHE_BYTES, block_tokens, self_check=True)
+        return cls._served(pretrained, name_or_path, kv_cache_bytes, block_tokens, self_check)
+
+    @classmethod
+    def _served(
+        cls, pretrained: PreTrainedModel, name: str, kv_cache_bytes: int, block_tokens: int, self_check: bool
+    ) -> "LanguageModel":
+        check = make_check(pretrained) if self_check else None
+        pretrained.set_attn_implementation(ATTENTION_NAME)
+        pack_linears(pretrained)
+        model = cls(pretrained, name=name, kv_cache_bytes=kv_cache_bytes, block_tokens=block_tokens)
+        if check is not None:
+            check(model)
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self._model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model computes in, and that the cache stores."""
+        return self._model.dtype
+
+    @torch.inference_mode()
+    def forward(self, feeds: Iterable[Feed]) -> torch.Tensor:
+        """Append each feed's tokens to its sequence and return the wanted logits, float32 [sum of num_rows, vocab_size].
+
+        A sequence may occur once. Rows come in the order of the feeds. Raises SequenceTooLong, CacheFull or EngineError
+        for bad feeds; after any exception every sequence still holds what it held before.
+        """
+        feeds = list(feeds)
+        try:
+            for feed in feeds:
+                self.check(feed)
+                feed.sequence.reserve(feed.sequence.length + len(feed.tokens))
+            logits = self._forward_packed(feeds)
+        except BaseException:
+            for feed in feeds:
+                feed.sequence.truncate(feed.sequence.length)
+            raise
+        for feed in feeds:
+            feed.sequence.advance(len(feed.tokens))
+        return logits
+
+    def check(self, feed: Feed) -> None:
+        """Raise EngineError for tokens that the model does not know, SequenceTooLong past the context length."""
+        if not 0 <= feed.num_rows <= len(feed.tokens) or not feed.tokens:
+            raise EngineError(f"{feed.num_rows} rows of {len(feed.tokens)} tokens were asked for; feed at least as many")
+        if not 0 <= min(feed.tokens) <= max(feed.tokens) < self.num_token_ids:
+            raise EngineError(
+                f"token {max(feed.tokens, key=abs)} is unknown to {self.name}, which knows 0 to {self.num_token_ids - 1}"
+            )
+        length = feed.sequence.length + len(feed.tokens)
+        if length > self.context_length:
+            raise SequenceTooLong(f"{length} tokens pass the {self.context_length} that {self.name} can read; shorten them")
+
+    def _forward_packed(self, feeds: list[Feed]) -> torch.Tensor:
+        segments, tokens, positions, rows = [], [], [], []
+        for feed in feeds:
+            segment = Segment(feed.sequence, len(tokens), len(feed.tokens))
+            segments.append(segment)
+            tokens += feed.tokens
+            positions += range(segment.past, segment.total)
+            rows += range(len(tokens) - feed.num_rows, len(tokens))
+        attention = PackedAttention(segments, self.cache.layers)
+        with attending(attention):
+            return self._logits(tokens, positions, rows)
+
+    def _logits(self, tokens: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
+        """Run the model over one packed row; return float32 [len(rows), vocab_size]."""
+        keep = torch.tensor(rows or [0], device=self.device)  # one row where none is wanted: heads dislike empty input
+        packed = torch.tensor([tokens, positions], device=self.device)  # [2, total_tokens]
+        options: dict[str, Any] = {"logits_to_keep": keep} if self._takes_rows else {}
+        output = self._model(input_ids=packed[:1], position_ids=packed[1:], use_cache=False, **options)
+        logits = output.logits[0] if self._takes_rows else output.logits[0, keep]
+        return logits[: len(rows)].float()
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[list[LayerShape], int]:
+        """Return what each layer stores, and the logits' width, from a forward of one token."""
+        probe = ShapeProbe()
+        with attending(probe):
+            logits = self._logits([0], [0], [0])
+        num_layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
+        if len(probe.shapes) != num_layers:
+            raise ModelRefused(
+                f"{type(self._model).__name__} sends {len(probe.shapes)} of its {num_layers} layers through transformers' "
+                "attention interface, so its attention cannot be served packed; choose a model that uses the interface"
+            )
+        return probe.shapes, logits.shape[-1]
