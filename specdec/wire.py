@@ -55,7 +55,7 @@ class MalformedReply(Exception):
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams, vocab_size: int | None = None) -> SamplingParams:
-    """Check and convert; token ids are checked if `vocab_size` is given. Raises InvalidArgument for all wrong fields."""
+    """Check and convert; token ids too if `vocab_size` is given. Raises InvalidArgument for all wrong fields."""
     problems = {**_range_problems(message), **_list_problems(message), **_token_problems(message, vocab_size)}
     if problems:
         raise InvalidArgument({f"sampling.{field}": problem for field, problem in problems.items()})
