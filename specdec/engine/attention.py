@@ -41,7 +41,7 @@ class Attends(Protocol):
     ) -> torch.Tensor:
         """Attend in the next layer.
 
-        Shapes: query [heads, total, key_size], key and value [kv_heads, total, size]; returns [total, heads, value_size].
+        Shapes: query [heads, total, key_size], key and value [kv_heads, total, size] -> [total, heads, value_size].
         """
         ...
 
@@ -72,8 +72,9 @@ def packed_attention(
     position_bias: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' attention functions do; query, key, value [1, heads, total, size] -> [1, total, heads, size].
+    """Attend as transformers' attention functions do.
 
+    Shapes: query, key and value [1, heads, total, size] -> [1, total, heads, size].
     Raises ModelRefused for a layer that brings its own mask or position bias.
     """
     attends: Attends | None = getattr(_current, "attends", None)
@@ -146,10 +147,10 @@ class PackedAttention:
         keys, values = key.transpose(0, 1), value.transpose(0, 1)  # [total, kv_heads, size]
         if len(self.segments) == 1:
             return self._attend_segment(self.segments[0], layer, query, keys, values, options)
-        parts = [
-            self._attend_segment(segment, layer, query[:, segment.rows], keys[segment.rows], values[segment.rows], options)
-            for segment in self.segments
-        ]
+        parts = []
+        for segment in self.segments:
+            rows = segment.rows
+            parts.append(self._attend_segment(segment, layer, query[:, rows], keys[rows], values[rows], options))
         return torch.cat(parts)
 
     def _attend_segment(

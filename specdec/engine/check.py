@@ -3,8 +3,8 @@
 Some architectures ignore the registered attention function and would be silently wrong; so a model is served only after
 its packed forward, fed in pieces, truncated and fed again, has given the logits of its own plain forward.
 
-In float32 the two agree to rounding, and any real mistake shows. In bfloat16 rounding is as large as a small mistake, so
-a model that computes in bfloat16 is checked twice: a float32 copy of it strictly (where the copy is affordable), and
+In float32 the two agree to rounding, and any real mistake shows. In bfloat16 rounding is as large as a small mistake,
+so a model that computes in bfloat16 is checked twice: a float32 copy of it strictly (where the copy is affordable), and
 itself against the noise between two of its own attention functions.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.errors import ModelRefused
@@ -56,14 +57,20 @@ def float32_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a float32 copy of a model of lower precision, or None where there is no need or no room for one."""
     if model.dtype == torch.float32 or 4 * model.num_parameters() > MAX_COPY_BYTES:
         return None
-    twin: PreTrainedModel = copy.deepcopy(model).float()
-    return twin
+    return nn.Module.to(copy.deepcopy(model), torch.float32)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Return how many token ids the model can read."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
 
 
 def _prompts(model: PreTrainedModel) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 1 << 30
-    num_ids = model.get_input_embeddings().num_embeddings
+    num_ids = num_embeddings(model)
     lengths = [min(length, longest) for length in PROMPT_LENGTHS]
     return [torch.randint(num_ids, (length,), generator=generator).tolist() for length in lengths]
 
@@ -98,8 +105,8 @@ def _packed_logits(model: LanguageModel, prompts: list[list[int]]) -> torch.Tens
         model.forward([Feed(sequence, span[::-1], 0) for sequence, span in zip(sequences, spans, strict=True)])
         for sequence, span in zip(sequences, spans, strict=True):
             sequence.truncate(sequence.length - len(span))
-        logits = model.forward([Feed(sequence, span, len(span)) for sequence, span in zip(sequences, spans, strict=True)])
-        for collected, part in zip(rows, logits.split([len(span) for span in spans]), strict=True):
+        feeds = [Feed(sequence, span, len(span)) for sequence, span in zip(sequences, spans, strict=True)]
+        for collected, part in zip(rows, torch.split(model.forward(feeds), [len(span) for span in spans]), strict=True):
             collected.append(part)
     for sequence in sequences:
         sequence.close()

@@ -1,9 +1,10 @@
 """The engine's errors.
 
-    EngineError
-    ├── ModelRefused       the model cannot be served exactly; the message names the value, why, and the remedy
-    ├── CacheFull          the KV cache has no room, even after evicting every idle sequence
-    └── SequenceTooLong    a sequence would pass the model's context length
+EngineError
+├── ModelRefused       the model cannot be served exactly; the message names the value, why, and the remedy
+├── CacheFull          the KV cache has no room, even after evicting every idle sequence
+├── CacheMiss          a sequence holds fewer tokens than the task builds on; carries how many
+└── SequenceTooLong    a sequence would pass the model's context length
 """
 
 
@@ -17,6 +18,14 @@ class ModelRefused(EngineError):
 
 class CacheFull(EngineError):
     """The KV cache has no room for the tokens."""
+
+
+class CacheMiss(EngineError):
+    """The sequence holds only `cached_length` tokens; repeat the task from there."""
+
+    def __init__(self, cached_length: int, start: int) -> None:
+        super().__init__(f"{cached_length} tokens are cached, fewer than the {start} to build on; start from there")
+        self.cached_length = cached_length
 
 
 class SequenceTooLong(EngineError):

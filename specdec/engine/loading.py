@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.errors import ModelRefused
@@ -18,7 +19,7 @@ def choose_device(device: str) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
         raise ModelRefused(f"device {device!r} is unknown; use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ModelRefused("device 'cuda' was asked for but torch sees no GPU; use cpu, or install a CUDA build of torch")
+        raise ModelRefused("device 'cuda' was asked for but torch sees no GPU; use cpu, or install torch for CUDA")
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -49,7 +50,7 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: torch.dtype)
     config = _load_config(name_or_path)
     _refuse_unserved(name_or_path, config)
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             config=config,
             dtype=dtype,
@@ -60,7 +61,8 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: torch.dtype)
     except (OSError, ValueError) as error:
         raise ModelRefused(f"{name_or_path} cannot be loaded: {_first_line(error)}") from error
     _refuse_recurrent(name_or_path, model)
-    return model.to(device).eval()
+    nn.Module.to(model, device)
+    return nn.Module.eval(model)
 
 
 def looks_like_path(name_or_path: str) -> bool:
@@ -70,13 +72,13 @@ def looks_like_path(name_or_path: str) -> bool:
 
 def _refuse_bad_folder(path: Path) -> None:
     if not path.is_dir():
-        raise ModelRefused(f"the model folder {path} does not exist; give an existing folder or a hub id such as org/name")
+        raise ModelRefused(f"the model folder {path} does not exist; give one that does, or a hub id like org/name")
     if not (path / "config.json").is_file():
         raise ModelRefused(f"the model folder {path} has no config.json; save the model with save_pretrained")
     if not any(path.glob("*.safetensors")):
         raise ModelRefused(
-            f"the model folder {path} has no *.safetensors file, and pickled weights can run code when they are loaded; "
-            "convert the model with save_pretrained(folder, safe_serialization=True)"
+            f"the model folder {path} has no *.safetensors file, and pickled weights can run code when they are "
+            "loaded; convert the model: load it where you trust it and call save_pretrained(folder)"
         )
 
 
@@ -99,7 +101,7 @@ def _refuse_raw_config(name: str, raw: dict[str, Any]) -> None:
             "choose a model whose architecture is part of transformers"
         )
     if "quantization_config" in raw:
-        raise ModelRefused(f"{name} is quantised (quantization_config in its config.json); choose its unquantised weights")
+        raise ModelRefused(f"{name} is quantised (quantization_config in its config.json); choose unquantised weights")
 
 
 def _refuse_unserved(name: str, config: PreTrainedConfig) -> None:
@@ -113,7 +115,7 @@ def _refuse_unserved(name: str, config: PreTrainedConfig) -> None:
             "rejected; choose a model with full or sliding attention in every layer"
         )
     if getattr(text_config, "attention_chunk_size", None):
-        raise ModelRefused(f"{name} attends in chunks (attention_chunk_size), which is not served; choose another model")
+        raise ModelRefused(f"{name} attends in chunks (attention_chunk_size), which is not served; choose another")
 
 
 def _refuse_recurrent(name: str, model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import ATTENTION_NAME, PackedAttention, Segment, ShapeProbe, attending
-from specdec.engine.check import float32_copy, make_check
+from specdec.engine.check import float32_copy, make_check, num_embeddings
 from specdec.engine.errors import EngineError, ModelRefused, SequenceTooLong
 from specdec.engine.kv import KvCache, LayerShape, Sequence
 from specdec.engine.linear import pack_linears
@@ -42,7 +42,7 @@ class LanguageModel:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config(decoder=True)
         self.context_length: int = getattr(text_config, "max_position_embeddings", None) or 1 << 30
-        self.num_token_ids: int = model.get_input_embeddings().num_embeddings
+        self.num_token_ids = num_embeddings(model)
         shapes, self.vocab_size = self._probe()
         self.num_layers = len(shapes)
         self.cache = KvCache(
@@ -98,7 +98,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def forward(self, feeds: Iterable[Feed]) -> torch.Tensor:
-        """Append each feed's tokens to its sequence and return the wanted logits, float32 [sum of num_rows, vocab_size].
+        """Append each feed's tokens to its sequence; return the wanted logits, float32 [sum of num_rows, vocab_size].
 
         A sequence may occur once. Rows come in the order of the feeds. Raises SequenceTooLong, CacheFull or EngineError
         for bad feeds; after any exception every sequence still holds what it held before.
@@ -120,17 +120,23 @@ class LanguageModel:
     def check(self, feed: Feed) -> None:
         """Raise EngineError for tokens that the model does not know, SequenceTooLong past the context length."""
         if not 0 <= feed.num_rows <= len(feed.tokens) or not feed.tokens:
-            raise EngineError(f"{feed.num_rows} rows of {len(feed.tokens)} tokens were asked for; feed at least as many")
+            raise EngineError(f"{feed.num_rows} rows of {len(feed.tokens)} tokens were asked for; feed more tokens")
         if not 0 <= min(feed.tokens) <= max(feed.tokens) < self.num_token_ids:
             raise EngineError(
-                f"token {max(feed.tokens, key=abs)} is unknown to {self.name}, which knows 0 to {self.num_token_ids - 1}"
+                f"tokens {min(feed.tokens)} to {max(feed.tokens)} were fed to {self.name}, which knows 0 to "
+                f"{self.num_token_ids - 1}; use its own tokenizer"
             )
         length = feed.sequence.length + len(feed.tokens)
         if length > self.context_length:
-            raise SequenceTooLong(f"{length} tokens pass the {self.context_length} that {self.name} can read; shorten them")
+            raise SequenceTooLong(
+                f"{length} tokens pass the {self.context_length} that {self.name} can read; shorten the sequence"
+            )
 
     def _forward_packed(self, feeds: list[Feed]) -> torch.Tensor:
-        segments, tokens, positions, rows = [], [], [], []
+        segments: list[Segment] = []
+        tokens: list[int] = []  # of all feeds, one after the other
+        positions: list[int] = []
+        rows: list[int] = []
         for feed in feeds:
             segment = Segment(feed.sequence, len(tokens), len(feed.tokens))
             segments.append(segment)
@@ -148,7 +154,8 @@ class LanguageModel:
         options: dict[str, Any] = {"logits_to_keep": keep} if self._takes_rows else {}
         output = self._model(input_ids=packed[:1], position_ids=packed[1:], use_cache=False, **options)
         logits = output.logits[0] if self._takes_rows else output.logits[0, keep]
-        return logits[: len(rows)].float()
+        wanted: torch.Tensor = logits[: len(rows)].float()
+        return wanted
 
     @torch.inference_mode()
     def _probe(self) -> tuple[list[LayerShape], int]:
@@ -159,7 +166,7 @@ class LanguageModel:
         num_layers = self._model.config.get_text_config(decoder=True).num_hidden_layers
         if len(probe.shapes) != num_layers:
             raise ModelRefused(
-                f"{type(self._model).__name__} sends {len(probe.shapes)} of its {num_layers} layers through transformers' "
-                "attention interface, so its attention cannot be served packed; choose a model that uses the interface"
+                f"{type(self._model).__name__} sends {len(probe.shapes)} of its {num_layers} layers through "
+                "transformers' attention interface, so it cannot be served packed; choose one that uses the interface"
             )
         return probe.shapes, logits.shape[-1]
