@@ -1,0 +1,251 @@
+"""Packed forwards equal transformers' own; what cannot be served exactly is refused in a sentence."""
+
+import json
+import random
+from pathlib import Path
+
+import architectures
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.engine import CacheFull, EngineError, Feed, LanguageModel, ModelRefused, SequenceTooLong, attention
+from specdec.engine.attention import Segment
+from specdec.engine.loading import looks_like_path
+from specdec.engine.model import BLOCK_TOKENS
+
+KV_CACHE_BYTES = 1 << 20
+LENGTHS = (40, 25, 17)  # all longer than the tiny models' sliding windows
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return architectures.build("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def model(folder: Path) -> LanguageModel:
+    return load(folder)
+
+
+def load(folder: Path, **options: object) -> LanguageModel:
+    return LanguageModel.load(
+        str(folder), **{"device": "cpu", "dtype": "float32", "kv_cache_bytes": KV_CACHE_BYTES, **options}
+    )
+
+
+def own_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """What transformers itself computes, [tokens, vocab]."""
+    own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    with torch.inference_mode():
+        return own(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def texts() -> list[list[int]]:
+    chooser = random.Random(1)
+    return [[chooser.randrange(architectures.VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def feed_in_pieces(model: LanguageModel, tokens: list[list[int]], chooser: random.Random) -> list[torch.Tensor]:
+    """Feed all texts side by side in uneven pieces, with rejected tokens in between; return their logits."""
+    sequences = [model.cache.open(f"text {index}") for index in range(len(tokens))]
+    rows: list[list[torch.Tensor]] = [[] for _ in tokens]
+    while any(sequence.length < len(text) for sequence, text in zip(sequences, tokens, strict=True)):
+        feeds, growing = [], []
+        for index, (sequence, text) in enumerate(zip(sequences, tokens, strict=True)):
+            piece = text[sequence.length : sequence.length + chooser.randint(1, 9)]
+            if piece and chooser.random() < 0.8:
+                feeds.append(Feed(sequence, piece, len(piece)))
+                growing.append(index)
+        if feeds:
+            logits = model.forward(feeds)
+            for index, part in zip(growing, torch.split(logits, [feed.num_rows for feed in feeds]), strict=True):
+                rows[index].append(part)
+                reject_some(model, sequences[index], chooser)
+    return [torch.cat(part) for part in rows]
+
+
+def reject_some(model: LanguageModel, sequence: object, chooser: random.Random) -> None:
+    """Append tokens that do not belong to the text, and take them back."""
+    kept = sequence.length
+    model.forward([Feed(sequence, [chooser.randrange(model.vocab_size) for _ in range(5)], 1)])
+    sequence.truncate(kept)
+
+
+@pytest.mark.parametrize("name", architectures.SERVED)
+def test_packed_logits_equal_the_models_own(name: str, tmp_path: Path) -> None:
+    folder = architectures.build(name, tmp_path)
+    for text, logits in zip(texts(), feed_in_pieces(load(folder), texts(), random.Random(2)), strict=True):
+        own = own_logits(folder, text)
+        assert own.std() > 0.3, "the tiny model is too flat to show a mistake"
+        assert (logits - own).abs().max() <= 1e-4 * max(1.0, float(own.std()))
+
+
+@pytest.mark.parametrize("name", architectures.REFUSED)
+def test_other_architectures_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match=r"choose (one|a model)"):
+        load(architectures.build(name, tmp_path))
+
+
+def test_a_sliding_window_hides_what_is_older(tmp_path: Path) -> None:
+    model = load(architectures.build("mistral", tmp_path))
+    ending = list(range(40, 40 + 4 * architectures.SLIDING_WINDOW))
+    last_rows = []
+    for beginning in (1, 2):
+        sequence = model.cache.open(str(beginning))
+        last_rows.append(model.forward([Feed(sequence, [beginning, *ending], 1)]))
+    assert torch.equal(*last_rows)  # three layers of seven tokens do not reach the first
+
+
+def test_only_wanted_rows_reach_the_head(model: LanguageModel) -> None:
+    seen: list[int] = []
+    head = model._model.get_output_embeddings()
+    head.register_forward_hook(lambda module, arguments, output: seen.append(output.shape[-2]))
+    one, two = model.cache.open("one"), model.cache.open("two")
+    assert model.forward([Feed(one, [1] * 20, 2), Feed(two, [2] * 30, 0)]).shape == (2, model.vocab_size)
+    assert model.forward([Feed(one, [1], 0)]).shape == (0, model.vocab_size)
+    assert seen == [2, 1]
+
+
+def test_logits_are_float32_in_bfloat16_too(folder: Path) -> None:
+    model = load(folder, dtype="bfloat16")
+    assert model.forward([Feed(model.cache.open("a"), [1, 2], 2)]).dtype == torch.float32
+    assert model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_rows", "error"),
+    [
+        ([], 0, EngineError),
+        ([1], 2, EngineError),
+        ([1], -1, EngineError),
+        ([-1], 1, EngineError),
+        ([architectures.VOCAB_SIZE], 1, EngineError),
+        ([1] * (architectures.CONTEXT_LENGTH - 3), 1, SequenceTooLong),
+    ],
+)
+def test_a_bad_feed_leaves_every_sequence_as_it_was(
+    model: LanguageModel, tokens: list[int], num_rows: int, error: type[Exception]
+) -> None:
+    bystander, sequence = model.cache.open("bystander"), model.cache.open("bad")
+    model.forward([Feed(bystander, [1, 2, 3], 0), Feed(sequence, [4, 5, 6, 7], 0)])
+    held = model.cache.num_free_blocks
+    with pytest.raises(error):
+        model.forward([Feed(bystander, [8] * 90, 1), Feed(sequence, tokens, num_rows)])
+    assert (bystander.length, sequence.length, model.cache.num_free_blocks) == (3, 4, held)
+
+
+def test_a_failing_forward_leaves_every_sequence_as_it_was(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = model.cache.open("a")
+    before = model.forward([Feed(sequence, [1, 2, 3], 0), Feed(model.cache.open("b"), [3], 0)])
+    free = model.cache.num_free_blocks
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model._model, "forward", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model.forward([Feed(sequence, [9] * 90, 1)])
+    assert (sequence.length, model.cache.num_free_blocks) == (3, free)
+    expected = load_fresh_row(model, [1, 2, 3, 4])
+    assert torch.allclose(model.forward([Feed(sequence, [4], 1)]), expected, atol=1e-4)
+    assert before.shape[0] == 0
+
+
+def load_fresh_row(model: LanguageModel, tokens: list[int]) -> torch.Tensor:
+    return model.forward([Feed(model.cache.open("fresh"), tokens, 1)])
+
+
+def test_a_cache_too_small_for_the_batch_is_full(folder: Path) -> None:
+    model = load(folder, kv_cache_bytes=3 * 2 * 2 * 12 * 4 * BLOCK_TOKENS * 2)  # two blocks
+    assert model.cache.num_blocks == 2
+    one, two = model.cache.open("one"), model.cache.open("two")
+    one.pin()
+    model.forward([Feed(one, [1] * BLOCK_TOKENS, 0)])
+    with pytest.raises(CacheFull, match="more bytes"):
+        model.forward([Feed(two, [1] * (BLOCK_TOKENS + 1), 1)])
+    assert (one.length, two.length) == (BLOCK_TOKENS, 0)
+
+
+class TestSelfCheck:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_forgotten_mask_is_refused(self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Segment, "mask", lambda *arguments: None)
+        with pytest.raises(ModelRefused, match="other logits"):
+            load(folder, dtype=dtype)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_slightly_wrong_scaling_is_refused(
+        self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        options = attention.AttentionOptions
+        monkeypatch.setattr(attention, "AttentionOptions", lambda scaling, *others: options(scaling * 1.01, *others))
+        with pytest.raises(ModelRefused, match="other logits"):
+            load(folder, dtype=dtype)
+
+    def test_it_can_be_left_out(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Segment, "mask", lambda *arguments: None)
+        assert load(folder, self_check=False).num_layers == 3
+
+    def test_it_leaves_the_cache_empty(self, model: LanguageModel) -> None:
+        assert (model.cache.usage, model.cache.sequences) == (0.0, [])
+
+
+class TestRefusals:
+    def test_a_missing_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelRefused, match="does not exist; give"):
+            load(tmp_path / "absent")
+
+    def test_pickled_weights(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        torch.save({}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelRefused, match=r"no \*\.safetensors file.*convert"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "says"),
+        [
+            ("auto_map", {"AutoModelForCausalLM": "own_code.Model"}, "its own code"),
+            ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantised"),
+            ("is_encoder_decoder", True, "encoder-decoder"),
+            ("model_type", "no_such_model", "configuration"),
+        ],
+    )
+    def test_a_config_that_asks_for_more(
+        self, folder: Path, tmp_path: Path, key: str, value: object, says: str
+    ) -> None:
+        for file in folder.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ModelRefused, match=says):
+            load(tmp_path)
+
+    def test_a_hub_out_of_reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(ModelRefused, match="nobody/nothing cannot be read, from the hub or its local cache"):
+            LanguageModel.load("nobody/nothing", device="cpu", kv_cache_bytes=KV_CACHE_BYTES)
+
+    @pytest.mark.parametrize(("key", "value"), [("device", "tpu"), ("dtype", "int3")])
+    def test_unknown_words(self, folder: Path, key: str, value: str) -> None:
+        with pytest.raises(ModelRefused, match="is unknown; use"):
+            load(folder, **{key: value})
+
+    def test_a_cache_of_no_block(self, folder: Path) -> None:
+        with pytest.raises(CacheFull, match="holds not one block"):
+            load(folder, kv_cache_bytes=100)
+
+
+def test_paths_are_told_from_hub_ids(tmp_path: Path) -> None:
+    paths = ["./a", "../a/b", "/a", "~/a", "a/b/c", str(tmp_path)]
+    assert all(looks_like_path(path) for path in paths)
+    assert not any(looks_like_path(hub_id) for hub_id in ("gpt2", "org/name-of-no-folder"))
