@@ -1,0 +1,84 @@
+# Everything a person runs. `make` alone lists it.
+
+PYTHON ?= python3
+# more words for pip, such as an index with the torch build that your machine needs
+PIP_ARGS ?=
+# files, not tests, are spread over processes: a file's servers and models are built once
+PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_ARGS)
+INSTALLED := $(VENV)/.installed
+PROTOS := $(wildcard protos/specdec/v1/*.proto)
+STUBS := specdec/v1/types_pb2.py
+IMAGES := coordinator target draft
+
+.DEFAULT_GOAL := help
+.PHONY: help setup redis protos lint format types test demo law bench image clean
+.SILENT:
+
+help: ## This list
+	sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+setup: $(INSTALLED) $(STUBS) redis ## Everything the other targets need, in .venv; a second run does nothing
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "specdec needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+	    "install one, then: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
+	echo "setup: installing into $(VENV) (some minutes, once)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# torch by itself first: of the builds that pip is shown, the pin takes the machine's own
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) $$(grep -E '^(setuptools|grpcio-tools|mypy-protobuf)==' constraints.txt)
+	$(PIP) --no-build-isolation --editable '.[models,dev]'
+	touch $@
+
+$(STUBS): $(PROTOS) setup.py | $(INSTALLED)
+	$(BIN)/python setup.py --quiet build_protos
+	touch $@
+
+redis: # the tests of the store start their own server
+	command -v redis-server >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "setup: installing redis-server"; \
+	    { apt-get install -y -qq redis-server || { apt-get update -qq && apt-get install -y -qq redis-server; }; } >/dev/null; \
+	  else \
+	    echo "specdec's tests start redis-server, which is not on PATH; install it" \
+	      "(apt-get install redis-server, dnf install redis, brew install redis)" >&2; exit 1; \
+	  fi; }
+
+protos: $(INSTALLED) ## Generate the protobuf stubs anew
+	$(BIN)/python setup.py --quiet build_protos
+
+lint: setup ## ruff: rules and formatting
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted; run: make format" >&2; exit 1; }
+
+format: setup ## Let ruff format and mend what it can
+	$(BIN)/ruff format --quiet .
+	$(BIN)/ruff check --quiet --fix .
+
+types: setup ## mypy, strict
+	$(BIN)/mypy --no-error-summary
+
+test: setup lint types ## Lint, types and every test, on this machine alone: no GPU, no network
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+demo: setup ## Three services, two models, one text, and how much faster it came
+	$(BIN)/python -m benchmarks.demo
+
+law: setup ## Show that the text has the target's law
+	$(BIN)/python -m benchmarks.law
+
+bench: setup ## Measure speed over draft lengths and loads
+	$(BIN)/python -m benchmarks.bench
+
+image: ## Build the container images
+	for name in $(IMAGES); do docker build --target $$name --tag specdec-$$name --file deploy/Dockerfile . || exit 1; done
+
+clean: ## Remove .venv and everything that was generated
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -f specdec/v1/*_pb2.py specdec/v1/*_pb2.pyi specdec/v1/*_pb2_grpc.py specdec/v1/*_pb2_grpc.pyi
+	find . -name __pycache__ -prune -exec rm -rf {} +

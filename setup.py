@@ -1,0 +1,65 @@
+"""Generate the protobuf stubs while building, so that no wheel, sdist or editable install lacks them.
+
+Everything else about the build is in pyproject.toml. `make protos` runs `python setup.py build_protos`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import ClassVar
+
+from setuptools import Command, setup
+from setuptools.command.build import build
+
+ROOT = Path(__file__).parent
+PROTOS = sorted(path.relative_to(ROOT) for path in (ROOT / "protos").rglob("*.proto"))
+
+
+class BuildProtos(Command):
+    """protoc over protos/: folder = package = import path, so the stubs land beside the sources unpatched."""
+
+    description = "generate the protobuf stubs"
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+    editable_mode = False
+
+    def initialize_options(self) -> None:
+        """Nothing to set up."""
+
+    def finalize_options(self) -> None:
+        """Nothing to settle."""
+
+    def run(self) -> None:
+        """Write modules, service stubs and their types into the source tree. Raises CalledProcessError."""
+        outputs = [f"--{kind}_out={ROOT}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        includes = [f"-I{ROOT / 'protos'}", f"-I{files('grpc_tools') / '_proto'}"]
+        command = [sys.executable, "-m", "grpc_tools.protoc", *includes, *outputs, *map(str, PROTOS)]
+        # protoc's own "Writing ..." lines say nothing; what it has to complain about comes on standard error
+        subprocess.run(command, check=True, cwd=ROOT, env=_with_plugins(os.environ), stdout=subprocess.DEVNULL)
+
+    def get_source_files(self) -> list[str]:
+        """Return what an sdist must carry."""
+        return [str(path) for path in PROTOS]
+
+    def get_outputs(self) -> list[str]:
+        """Return nothing: build_py packs the stubs with the modules around them."""
+        return []
+
+    def get_output_mapping(self) -> dict[str, str]:
+        """Return nothing, as get_outputs."""
+        return {}
+
+
+def _with_plugins(environment: Mapping[str, str]) -> dict[str, str]:
+    """Let protoc find mypy-protobuf's plugins beside this interpreter, also where its environment is not activated."""
+    if not shutil.which("protoc-gen-mypy", path=sysconfig.get_path("scripts")):
+        return dict(environment)
+    return {**environment, "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{environment.get('PATH', '')}"}
+
+
+build.sub_commands = [("build_protos", None), *build.sub_commands]
+setup(cmdclass={"build_protos": BuildProtos})
