@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/pip --disable-pip-version-check install -qq --constraint constraints.txt $(PIP_ARGS)
 INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/specdec/v1/*.proto)
 STUBS := specdec/v1/types_pb2.py

@@ -35,8 +35,8 @@ class BuildProtos(Command):
 
     def run(self) -> None:
         """Write modules, service stubs and their types into the source tree. Raises CalledProcessError."""
-        outputs = [f"--{kind}_out={ROOT}" for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
-        includes = [f"-I{ROOT / 'protos'}", f"-I{files('grpc_tools') / '_proto'}"]
+        outputs = [f"--{kind}_out=." for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
+        includes = ["-Iprotos", f"-I{files('grpc_tools') / '_proto'}"]
         command = [sys.executable, "-m", "grpc_tools.protoc", *includes, *outputs, *map(str, PROTOS)]
         # protoc's own "Writing ..." lines say nothing; what it has to complain about comes on standard error
         subprocess.run(command, check=True, cwd=ROOT, env=_with_plugins(os.environ), stdout=subprocess.DEVNULL)
