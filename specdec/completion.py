@@ -1,0 +1,282 @@
+"""What a client sees of a session: chunks, their sum, and the check that they fit together.
+
+Pure values. `Transcript` is the memory that makes resuming safe: whatever a server sends again must be what it sent
+before, and whatever it sends next must begin where that ended.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from itertools import pairwise
+
+from specdec.errors import DataLoss, Mismatch
+from specdec.types import ModelInfo, Origin, SamplingParams
+from specdec.v1 import generation_pb2
+from specdec.wire import model_from_proto, sampling_from_proto
+
+
+class FinishReason(Enum):
+    """Why a session ended."""
+
+    EOS = 1
+    STOP = 2
+    LENGTH = 3
+    CANCELLED = 4
+
+
+class SessionStatus(Enum):
+    """The state of a session in the store."""
+
+    ACTIVE = 1
+    FINISHED = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a session cost, in tokens."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How a session went; sums over all of its rounds."""
+
+    num_rounds: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_tokens: int
+    draft_s: float
+    score_s: float
+    commit_s: float
+    total_s: float
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Return accepted / drafted; 0 where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Return committed / rounds, the closing token included."""
+        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return committed tokens a second."""
+        return self.num_tokens / self.total_s if self.total_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a session ended."""
+
+    reason: FinishReason
+    usage: Usage
+    statistics: Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log probability under the model's own law, in nats, and its most probable rivals, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one round committed. `digest` is the hash chain over prompt and completion up to this chunk's end."""
+
+    session_id: str
+    offset: int  # completion tokens before this chunk
+    tokens: tuple[int, ...]
+    text: str
+    origins: tuple[Origin, ...]  # one a token
+    digest: bytes
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token where they were asked for
+    text_ends: tuple[int, ...] = ()  # one a token: where its certain text ends within `text`
+    finish: Finish | None = None
+
+    @property
+    def end(self) -> int:
+        """Return the completion tokens up to the end of this chunk."""
+        return self.offset + len(self.tokens)
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """Return each token's part of `text`, then what became certain only with the end."""
+        return tuple(self.text[begin:end] for begin, end in pairwise((0, *self.text_ends, len(self.text))))
+
+    def after(self, offset: int) -> "Chunk":
+        """Return the part from `offset` on, which lies within the chunk."""
+        count = offset - self.offset
+        cut = self.text_ends[count - 1] if count else 0
+        return replace(
+            self,
+            offset=offset,
+            tokens=self.tokens[count:],
+            text=self.text[cut:],
+            origins=self.origins[count:],
+            logprobs=self.logprobs[count:],
+            text_ends=tuple(end - cut for end in self.text_ends[count:]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All chunks of a session together."""
+
+    session_id: str
+    tokens: tuple[int, ...]
+    text: str
+    origins: tuple[Origin, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    digest: bytes
+    finish: Finish
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk]) -> "Completion":
+        """Join the chunks of a finished session; the last one has `finish`."""
+        finish = chunks[-1].finish
+        assert finish is not None
+        return cls(
+            session_id=chunks[-1].session_id,
+            tokens=tuple(token for chunk in chunks for token in chunk.tokens),
+            text="".join(chunk.text for chunk in chunks),
+            origins=tuple(origin for chunk in chunks for origin in chunk.origins),
+            logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
+            digest=chunks[-1].digest,
+            finish=finish,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the store holds of a session."""
+
+    session_id: str
+    status: SessionStatus
+    epoch: int
+    num_prompt_tokens: int
+    tokens: tuple[int, ...]
+    text: str
+    digest: bytes
+    sampling: SamplingParams
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The models behind a service. No drafters means plain decoding."""
+
+    target: ModelInfo
+    drafters: tuple[str, ...]
+    context_length: int
+    max_draft_tokens: int
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What a client has seen of one session, from `start` on."""
+
+    session_id: str = ""
+    start: int = 0
+    digests: dict[int, bytes] = field(default_factory=dict)  # at the end of each chunk
+    tokens: list[int] = field(default_factory=list)
+    finished: bool = False
+
+    @property
+    def end(self) -> int:
+        """Return the completion tokens that the client has."""
+        return self.start + len(self.tokens)
+
+    @property
+    def digest(self) -> bytes:
+        """Return the digest at `end`; empty where it is not known."""
+        return self.digests.get(self.end, b"")
+
+    def admit(self, chunk: Chunk) -> Chunk | None:
+        """Return what of a chunk is new, or None. Raises DataLoss where it contradicts what was seen."""
+        self._check(chunk)
+        news = chunk.after(min(max(self.end, chunk.offset), chunk.end))
+        self.session_id = chunk.session_id
+        self.digests[chunk.end] = chunk.digest
+        self.tokens += news.tokens
+        self.finished = chunk.finish is not None
+        return news if news.tokens or news.finish else None
+
+    def _check(self, chunk: Chunk) -> None:
+        if self.session_id and chunk.session_id != self.session_id:
+            raise DataLoss(f"asked for session {self.session_id}, the server sent {chunk.session_id}")
+        where = f"session {chunk.session_id}: the server sent the tokens from {chunk.offset} to {chunk.end}"
+        if chunk.offset > self.end:
+            raise DataLoss(f"{where}, but the client has only {self.end}; tokens are missing")
+        if self.digests.get(chunk.end, chunk.digest) != chunk.digest:
+            raise DataLoss(f"{where} again with another digest; the store holds another text than was shown")
+        again = zip(range(chunk.offset, self.end), chunk.tokens, strict=False)
+        if any(self.tokens[place - self.start] != token for place, token in again if place >= self.start):
+            raise DataLoss(f"{where} again with other tokens; the store holds another text than was shown")
+
+
+def chunk_from_proto(message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse) -> Chunk:
+    """Convert; both messages are the same, field for field. Raises Mismatch for what this version cannot read."""
+    if not len(message.tokens) == len(message.origins) == len(message.text_ends):
+        raise Mismatch("the server sent a chunk whose lists contradict each other; update client or server")
+    try:
+        return _chunk(message)
+    except ValueError as error:
+        raise Mismatch(
+            f"the server sent a value that this client does not know ({error}); update the client"
+        ) from error
+
+
+def _chunk(message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse) -> Chunk:
+    return Chunk(
+        session_id=message.session_id,
+        offset=message.offset,
+        tokens=tuple(message.tokens),
+        text=message.text,
+        origins=tuple(map(Origin, message.origins)),
+        digest=message.digest,
+        logprobs=tuple(
+            TokenLogprobs(entry.logprob, tuple((top.token, top.logprob) for top in entry.top))
+            for entry in message.logprobs
+        ),
+        text_ends=tuple(message.text_ends),
+        finish=finish_from_proto(message.finish) if message.HasField("finish") else None,
+    )
+
+
+def finish_from_proto(message: generation_pb2.Finish) -> Finish:
+    """Convert."""
+    usage = Usage(message.usage.num_prompt_tokens, message.usage.num_completion_tokens)
+    sums = {entry.name: getattr(message.statistics, entry.name) for entry in message.statistics.DESCRIPTOR.fields}
+    return Finish(FinishReason(message.reason), usage, Statistics(**sums))
+
+
+def session_from_proto(message: generation_pb2.GetSessionResponse) -> Session:
+    """Convert."""
+    return Session(
+        session_id=message.session_id,
+        status=SessionStatus(message.status),
+        epoch=message.epoch,
+        num_prompt_tokens=message.num_prompt_tokens,
+        tokens=tuple(message.tokens),
+        text=message.text,
+        digest=message.digest,
+        sampling=sampling_from_proto(message.sampling),
+        finish=finish_from_proto(message.finish) if message.HasField("finish") else None,
+    )
+
+
+def served_model_from_proto(message: generation_pb2.GetModelResponse) -> ServedModel:
+    """Convert."""
+    return ServedModel(
+        target=model_from_proto(message.target),
+        drafters=tuple(message.drafters),
+        context_length=message.context_length,
+        max_draft_tokens=message.max_draft_tokens,
+    )
