@@ -1,0 +1,47 @@
+"""The draft's loss: first close to the target's rows, in the end the acceptance rate itself."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from rows import Rows, read_rows
+from torch import Tensor
+
+PROMPT_WEIGHT = 0.25  # of a position in a prompt; in service the draft proposes what follows one
+
+
+def row_batches(work: Path, size: int, seed: int) -> Iterator[Rows]:
+    """Yield shuffled batches of the cached rows without end."""
+    rows, random = read_rows(work), np.random.default_rng(seed)
+    while True:
+        order = torch.from_numpy(random.permutation(len(rows.tokens)))
+        yield from (rows.select(index) for index in order.split(size) if len(index) == size)
+
+
+def position_weights(rows: Rows) -> Tensor:
+    """Weigh each row, most where the next token is the target's own; they sum to 1: [sequences, WINDOW - 1]."""
+    positions = torch.arange(rows.support.shape[1])
+    own = positions + 1 >= rows.prompt_lengths[:, None]
+    weights = torch.where(own, 1.0, PROMPT_WEIGHT)
+    return weights / weights.sum()
+
+
+def with_tail(log_probs: Tensor) -> Tensor:
+    """Append the log-probability of all tokens outside the support: [..., SUPPORT] to [..., SUPPORT + 1]."""
+    tail = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp_min(1e-6)
+    return torch.cat([log_probs, tail.log()], -1)
+
+
+def distillation_loss(draft: torch.nn.Module, rows: Rows, elapsed: float) -> Tensor:
+    """Blend, as time elapses from 0 to 1, the divergence KL(target || draft) into the rejection rate.
+
+    The rejection rate is 1 - sum min(p, q), the total variation between target and draft (Leviathan et al. 2023,
+    corollary 3.6); early on its gradient is too weak to learn from (Zhou et al. 2024, DistillSpec, compare both).
+    """
+    logits = draft(rows.tokens[:, :-1], use_cache=False).logits.float()
+    drafted = with_tail(logits.log_softmax(-1).gather(-1, rows.support))
+    wanted = with_tail(rows.log_probs)
+    divergence = (wanted.exp() * (wanted - drafted)).sum(-1)
+    rejection = 1.0 - torch.minimum(wanted.exp(), drafted.exp()).sum(-1)
+    return ((1.0 - elapsed) * divergence + elapsed * rejection).mul(position_weights(rows)).sum()

@@ -1,0 +1,114 @@
+"""Train the demo pair on the Python standard library's own sources: `python models/train.py`.
+
+The stages run in order: `prepare` (tokenizer, token streams, held-out files), `target`, `rows` (the target's own
+continuations with its rows), `draft` (distilled on them), `export` (bfloat16 weights into this folder). Each keeps its
+results in the work folder; a stage that was interrupted resumes there, one that is complete is skipped.
+"""
+
+import argparse
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from corpus import END_OF_TEXT, copy_held_out, epoch, prepare
+from distil import distillation_loss, row_batches
+from learning import Recipe, Run, llama_config, train
+from rows import write_rows
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+FOLDER = Path(__file__).parent
+TARGET_MINUTES, ROWS_MINUTES, DRAFT_MINUTES = 73.0, 15.0, 22.0
+TARGET_BATCH, DRAFT_BATCH = 6, 12  # sequences
+SHORT_WINDOWS = 0.6  # of the target's time: attention costs less, and the long range can be learnt later
+
+
+def corpus_batches(work: Path, run: Run) -> Iterator[Tensor]:
+    """Yield shuffled batches of texts without end: [TARGET_BATCH, WINDOW + 1], at first cut in two."""
+    random = np.random.default_rng(run.step)
+    for number in itertools.count():
+        texts = torch.from_numpy(epoch(work, number, random).astype(np.int64))
+        for batch in texts.split(TARGET_BATCH)[:-1]:
+            yield halves(batch) if run.elapsed < SHORT_WINDOWS else batch
+
+
+def halves(batch: Tensor) -> Tensor:
+    """Cut windows in two that overlap by one token: [n, 2 m + 1] to [2 n, m + 1]."""
+    middle = batch.shape[1] // 2
+    return torch.cat([batch[:, : middle + 1], batch[:, middle:]])
+
+
+def next_token_loss(model: torch.nn.Module, batch: Tensor, _: float = 0.0) -> Tensor:
+    """Return the mean cross-entropy, in nats a token, of a batch [sequences, WINDOW + 1]."""
+    logits = model(batch[:, :-1], use_cache=False).logits
+    return cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def train_target(work: Path, minutes: float) -> None:
+    """Train the target on the texts: 20M parameters."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(hidden=384, layers=12, heads=6, intermediate=1024))
+    run = Run(model, Recipe(muon=0.02, adam=0.003, minutes=minutes), work / "target.pt")
+    train(run, corpus_batches(work, run), next_token_loss)
+    model.to(torch.bfloat16).save_pretrained(work / "target")
+
+
+def sample_target(work: Path, minutes: float) -> None:
+    """Write the target's rows, computed by the very weights that are published."""
+    model = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16).eval()
+    write_rows(model, work, minutes)
+
+
+def train_draft(work: Path, minutes: float) -> None:
+    """Distil the draft from the rows: 2.6M parameters in two layers, the fewest that can repeat what a prompt said."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(hidden=256, layers=2, heads=4, intermediate=768))
+    run = Run(model, Recipe(muon=0.02, adam=0.005, minutes=minutes), work / "draft.pt")
+    train(run, row_batches(work, DRAFT_BATCH, run.step), distillation_loss)
+    model.to(torch.bfloat16).save_pretrained(work / "draft")
+
+
+def export(work: Path) -> None:
+    """Publish both models with their common tokenizer, and the held-out files."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(work / "tokenizer.json"), eos_token=END_OF_TEXT)
+    for name in ("target", "draft"):
+        model = LlamaForCausalLM.from_pretrained(work / name, dtype=torch.bfloat16)
+        model.save_pretrained(FOLDER / name)
+        tokenizer.save_pretrained(FOLDER / name)
+    copy_held_out(FOLDER / "heldout")
+
+
+def stages(work: Path, scale: float) -> dict[str, tuple[Path, Callable[[], None]]]:
+    """Return each stage with the file that tells it is complete; `scale` stretches the time budgets."""
+    return {
+        "prepare": (work / "tokenizer.json", lambda: prepare(work)),
+        "target": (work / "target" / "model.safetensors", lambda: train_target(work, scale * TARGET_MINUTES)),
+        "rows": (work / "rows" / "complete", lambda: sample_target(work, scale * ROWS_MINUTES)),
+        "draft": (work / "draft" / "model.safetensors", lambda: train_draft(work, scale * DRAFT_MINUTES)),
+        "export": (work / "exported", lambda: export(work)),
+    }
+
+
+def main() -> None:
+    """Run the stages that are not complete, or one of them."""
+    total = TARGET_MINUTES + ROWS_MINUTES + DRAFT_MINUTES
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=FOLDER / "work", help="where checkpoints are kept")
+    parser.add_argument("--minutes", type=float, default=total, help="the time budget of all stages together")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    for name, (complete, stage) in stages(arguments.work, arguments.minutes / total).items():
+        if not complete.exists():
+            print(f"stage {name}", flush=True)
+            stage()
+            complete.touch()
+
+
+if __name__ == "__main__":
+    main()
