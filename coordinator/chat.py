@@ -1,0 +1,67 @@
+"""Chat messages to text, by the model's own template, rendered as transformers does but without torch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specdec.errors import InvalidArgument
+
+MAX_RENDERED_CHARACTERS = 4 << 20
+
+
+class ChatTemplate:
+    """One model's chat template."""
+
+    def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _raise
+        self._template = environment.from_string(template)
+        self._special_tokens = special_tokens
+
+    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+        """Return the prompt, ready for the assistant's answer. Raises InvalidArgument for what the template refuses."""
+        entries = [{"role": role, "content": content} for role, content in messages]
+        try:
+            text = self._template.render(messages=entries, add_generation_prompt=True, **self._special_tokens)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidArgument({"chat": f"is refused by the model's chat template: {error}"}) from None
+        if len(text) > MAX_RENDERED_CHARACTERS:
+            raise InvalidArgument({"chat": f"renders to {len(text)} characters; the most is {MAX_RENDERED_CHARACTERS}"})
+        return text
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """Return the template of the tokenizer in this folder, or None if it has none."""
+    config = _read_json(folder / "tokenizer_config.json")
+    file = folder / "chat_template.jinja"
+    template = file.read_text() if file.exists() else _default_template(config.get("chat_template"))
+    if not template:
+        return None
+    special = {name: _content(config[name]) for name in ("bos_token", "eos_token", "unk_token") if config.get(name)}
+    return ChatTemplate(template, special)
+
+
+def _default_template(template: Any) -> str | None:
+    """Some configurations name several templates."""
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return str(template) if template else None
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return content

@@ -1,0 +1,12 @@
+-- Take a session over: raise the epoch, so that whoever had it can commit nothing more, and return all of it.
+-- A session that has ended keeps its epoch: there is nothing to own.
+-- KEYS: meta, tokens, origins, logprobs
+-- ARGV: '1' to raise the epoch, '0' only to read
+if redis.call('EXISTS', KEYS[1]) == 0 then
+  return {}
+end
+if ARGV[1] == '1' and redis.call('HGET', KEYS[1], 'status') == 'active' then
+  redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+end
+return {redis.call('HGETALL', KEYS[1]), redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or '',
+  redis.call('GET', KEYS[4]) or ''}

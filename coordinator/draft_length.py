@@ -1,0 +1,96 @@
+"""How many tokens to draft: the K with the most tokens a second, judged by what rounds have cost and yielded.
+
+With acceptance rate a, a round of K draft tokens yields (1 - a^(K+1)) / (1 - a) tokens on average (Leviathan et al.
+2023, equation 1) and costs score(K) + K draft. K is chosen before the round draws anything, and each round has
+fresh randomness, so the choice may depend on everything that came before without touching the law.
+"""
+
+from dataclasses import dataclass, field
+
+DECAY = 0.95  # of an observation's weight, a round
+PRIOR_WEIGHT = 8.0  # draft tokens' worth of belief in the prior acceptance rate
+PRIOR_ACCEPTANCE = 0.7
+PRIOR_SLOPE = 0.03  # scoring one more token costs this fraction of a forward, until measured
+MIN_GAIN = 1.05  # speculation must promise this much to be taken up, so that K does not flap around 0
+PROBE_EVERY = 64  # plain rounds after which drafting is tried once more
+PROBE_LENGTH = 2
+
+
+@dataclass(slots=True)
+class Costs:
+    """What rounds cost, learned over all sessions of a coordinator; seconds."""
+
+    draft_s: float | None = None  # a draft token
+    _weight: float = 0.0
+    _k: float = 0.0
+    _kk: float = 0.0
+    _s: float = 0.0
+    _ks: float = 0.0
+
+    def observe(self, num_draft_tokens: int, draft_s: float, score_s: float) -> None:
+        """Take in one round."""
+        if num_draft_tokens:
+            each = draft_s / num_draft_tokens
+            self.draft_s = each if self.draft_s is None else DECAY * self.draft_s + (1 - DECAY) * each
+        k = float(num_draft_tokens)
+        self._weight = DECAY * self._weight + 1
+        self._k, self._kk = DECAY * self._k + k, DECAY * self._kk + k * k
+        self._s, self._ks = DECAY * self._s + score_s, DECAY * self._ks + k * score_s
+
+    def score_s(self, num_draft_tokens: int) -> float:
+        """Predict a forward over K + 1 positions: a weighted line through the rounds, drawn towards the prior slope."""
+        if not self._weight:
+            return 1.0
+        mean_k, mean_s = self._k / self._weight, self._s / self._weight
+        spread = self._kk / self._weight - mean_k**2
+        slope = (self._ks / self._weight - mean_k * mean_s + PRIOR_SLOPE * mean_s) / (spread + 1)
+        slope = max(slope, 0.0)
+        return max(mean_s + slope * (num_draft_tokens - mean_k), mean_s * 0.1)
+
+
+def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
+    """Return the mean tokens of a round, the closing token included."""
+    return float(sum(acceptance_rate**length for length in range(num_draft_tokens + 1)))
+
+
+@dataclass(slots=True)
+class DraftLength:
+    """Chooses K for the rounds of one session."""
+
+    costs: Costs
+    maximum: int
+    fixed: int | None = None
+    _accepted: float = PRIOR_WEIGHT * PRIOR_ACCEPTANCE
+    _tested: float = PRIOR_WEIGHT
+    _plain_rounds: int = field(default=0)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The chance that a draft token passes, given that those before it did."""
+        return self._accepted / self._tested
+
+    def choose(self, room: int) -> int:
+        """Return K for a round that may commit at most `room` tokens, one of which closes it."""
+        most = max(room - 1, 0)
+        if self.fixed is not None:
+            return min(self.fixed, most)
+        if self.costs.draft_s is None or self._plain_rounds >= PROBE_EVERY:
+            return min(PROBE_LENGTH, self.maximum, most)
+        return min(self._best(), most)
+
+    def observe(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Take in one round's verdict: the tokens up to the first rejection were tested, the rest were not."""
+        self._plain_rounds = 0 if num_draft_tokens else self._plain_rounds + 1
+        tested = min(num_accepted + 1, num_draft_tokens)
+        if tested:
+            self._accepted = DECAY**tested * self._accepted + num_accepted
+            self._tested = DECAY**tested * self._tested + tested
+
+    def _best(self) -> int:
+        assert self.costs.draft_s is not None
+        speeds = [
+            expected_tokens(self.acceptance_rate, k) / (self.costs.score_s(k) + k * self.costs.draft_s)
+            for k in range(self.maximum + 1)
+        ]
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        return best if speeds[best] > MIN_GAIN * speeds[0] else 0

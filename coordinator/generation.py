@@ -1,0 +1,228 @@
+"""The state of one request, as arithmetic: what a round commits, where it is cut, what a chunk holds.
+
+Nothing here awaits, logs, reads clocks or draws randomness.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from coordinator.text import Detokenizer, StopText
+from specdec.randomness import Key, Purpose, uniform, uniforms
+from specdec.types import Origin, Proposal, RowLogprobs, SamplingParams, Scores, Uniforms, Verdict
+
+DIGEST_BYTES = 16
+
+
+class FinishReason(Enum):
+    """Why a session ended; the values are those of specdec.v1.FinishReason."""
+
+    EOS = 1
+    STOP = 2
+    LENGTH = 3
+    CANCELLED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a generation must end, whatever the text."""
+
+    max_new_tokens: int
+    context_length: int  # prompt and completion together
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Sums over a session; durations in seconds."""
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_tokens: int = 0
+    draft_s: float = 0.0
+    score_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The emitted token's log probability and the most probable tokens at its position, in nats."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """One completion token with what is said about it."""
+
+    token: int
+    origin: Origin
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round commits."""
+
+    base_length: int  # tokens committed before, prompt included
+    base_digest: bytes
+    emitted: tuple[Emitted, ...]
+    digest: bytes  # after it
+    finish: FinishReason | None
+    statistics: Statistics  # after it; commit_s and total_s are the committer's to add
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of the completion."""
+
+    offset: int
+    emitted: tuple[Emitted, ...]
+    text: str
+    text_ends: tuple[int, ...]  # within `text`, in characters, one a token
+    digest: bytes
+
+
+def chain(digest: bytes, tokens: Sequence[int]) -> bytes:
+    """Extend the hash chain over the committed tokens, token by token, so that it does not depend on rounds."""
+    for token in tokens:
+        digest = hashlib.blake2b(digest + token.to_bytes(4, "little"), digest_size=DIGEST_BYTES).digest()
+    return digest
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request: its prompt, what is committed so far, and where it must end."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams  # with its seed
+    limits: Limits
+    detokenizer: Detokenizer
+    emitted: list[Emitted] = field(default_factory=list)
+    finish: FinishReason | None = None
+    statistics: Statistics = field(default_factory=Statistics)
+    committed: list[int] = field(init=False)  # prompt and completion
+    text: str = field(init=False, default="")
+    _stop: StopText = field(init=False)
+    _text_ends: list[int] = field(init=False, default_factory=list)
+    _digests: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        replayed, finish = self.emitted, self.finish
+        self.emitted, self.finish = [], None
+        self.committed = list(self.prompt)
+        self._stop = StopText(self.sampling.stop)
+        self._digests = [chain(b"", self.prompt)]
+        for entry in replayed:
+            self._append(entry)
+        if finish:
+            self.end(finish)
+
+    @property
+    def done(self) -> bool:
+        """Say whether nothing more will be generated."""
+        return self.finish is not None
+
+    @property
+    def seed(self) -> int:
+        """The key of all the session's draws."""
+        assert self.sampling.seed is not None
+        return self.sampling.seed
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be committed."""
+        completion = self.limits.max_new_tokens - len(self.emitted)
+        return min(completion, self.limits.context_length - len(self.committed))
+
+    def digest_at(self, offset: int) -> bytes:
+        """Return the hash chain after `offset` completion tokens."""
+        return self._digests[offset]
+
+    def uniforms(self, num_draft_tokens: int) -> Uniforms:
+        """Return the coordinator's draws of the round that begins now."""
+        length = len(self.committed)
+        return Uniforms(
+            uniforms(self.seed, length, num_draft_tokens, Purpose.ACCEPT),
+            uniform(self.seed, Key(length, 0, Purpose.CLOSE)),
+        )
+
+    def advance(
+        self, proposal: Proposal, scores: Scores, verdict: Verdict, draft_s: float = 0.0, score_s: float = 0.0
+    ) -> Round:
+        """Append what the round yields, cut at the first end of any kind, and return what is to be committed."""
+        base_length, base_digest, begin = len(self.committed), self._digests[-1], len(self.emitted)
+        for entry in _entries(proposal, scores, verdict):
+            self._append(entry)
+            if self.finish:
+                break
+        emitted = tuple(self.emitted[begin:])
+        self.statistics = replace(
+            self.statistics,
+            num_rounds=self.statistics.num_rounds + 1,
+            num_draft_tokens=self.statistics.num_draft_tokens + len(proposal),
+            num_accepted_tokens=self.statistics.num_accepted_tokens + verdict.num_accepted,
+            num_tokens=self.statistics.num_tokens + len(emitted),
+            draft_s=self.statistics.draft_s + draft_s,
+            score_s=self.statistics.score_s + score_s,
+        )
+        return Round(base_length, base_digest, emitted, self._digests[-1], self.finish, self.statistics)
+
+    def end(self, reason: FinishReason) -> None:
+        """End here; text that was held back as the beginning of a stop string is certain now."""
+        self.finish = reason
+        self.text += self._stop.flush()
+
+    def cut(self, num_tokens: int, reason: FinishReason) -> None:
+        """Take back what was never committed, and end behind the first `num_tokens` completion tokens."""
+        del self.emitted[num_tokens:], self._text_ends[num_tokens:], self._digests[num_tokens + 1 :]
+        del self.committed[len(self.prompt) + num_tokens :]
+        self.text = self.text[: self._text_ends[-1]] if self._text_ends else ""
+        self.finish = reason
+
+    def chunk(self, begin: int, end: int) -> Chunk:
+        """Return the completion from token `begin` to before token `end`; a finished one's last chunk ends its text."""
+        first = self._text_ends[begin - 1] if begin else 0
+        ends = self._text_ends[begin:end]
+        last = len(self.text) if self.done and end == len(self.emitted) else (ends[-1] if ends else first)
+        return Chunk(
+            offset=begin,
+            emitted=tuple(self.emitted[begin:end]),
+            text=self.text[first:last],
+            text_ends=tuple(position - first for position in ends),
+            digest=self._digests[end],
+        )
+
+    def _append(self, entry: Emitted) -> None:
+        """Commit one token, and end if it ends the text. Stops come before the length: both may fall on one token."""
+        self.committed.append(entry.token)
+        self.emitted.append(entry)
+        self._digests.append(chain(self._digests[-1], (entry.token,)))
+        reason = self._ending_token(entry.token)
+        if reason is None:
+            certain, stopped = self._stop.push(self.detokenizer.push(entry.token))
+            self.text += certain
+            reason = FinishReason.STOP if stopped else None
+        self._text_ends.append(len(self.text))
+        if reason or self.room <= 0:
+            self.end(reason or FinishReason.LENGTH)
+
+    def _ending_token(self, token: int) -> FinishReason | None:
+        if token in self.limits.eos_token_ids and not self.sampling.ignore_eos:
+            return FinishReason.EOS
+        return FinishReason.STOP if token in self.sampling.stop_token_ids else None
+
+
+def _entries(proposal: Proposal, scores: Scores, verdict: Verdict) -> list[Emitted]:
+    """Return the round's tokens in order, before any cut."""
+    accepted = [(token, Origin.ACCEPTED) for token in proposal.tokens[: verdict.num_accepted]]
+    tokens = [*accepted, (verdict.next_token, verdict.next_origin)]
+    rows: Sequence[RowLogprobs | None] = scores.logprobs or [None] * len(tokens)
+    return [
+        Emitted(token, origin, TokenLogprobs(row.by_token[token], row.top) if row else None)
+        for (token, origin), row in zip(tokens, rows, strict=False)
+    ]

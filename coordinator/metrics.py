@@ -1,0 +1,49 @@
+"""The coordinator's Prometheus metrics.
+
+acceptance rate     rate(specdec_spec_decode_num_accepted_tokens_total) / rate(..._num_draft_tokens_total)
+tokens per round    1 + rate(..._num_accepted_tokens_total) / rate(..._num_drafts_total)
+"""
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from coordinator.generation import Round, Statistics
+from specdec.telemetry import LATENCY_BUCKETS_S
+
+NUM_DRAFTS = Counter("specdec_spec_decode_num_drafts", "Rounds that drafted")
+NUM_DRAFT_TOKENS = Counter("specdec_spec_decode_num_draft_tokens", "Tokens drafted")
+NUM_ACCEPTED_TOKENS = Counter("specdec_spec_decode_num_accepted_tokens", "Draft tokens accepted")
+NUM_ACCEPTED_PER_POS = Counter(
+    "specdec_spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by position in the round", ["position"]
+)
+NUM_ROUNDS = Counter("specdec_num_rounds", "Rounds committed, drafted or plain")
+NUM_TOKENS = Counter("specdec_generation_tokens", "Tokens committed")
+NUM_REQUESTS = Counter("specdec_requests", "Requests ended, by status code", ["method", "code"])
+NUM_DRAFT_FAILURES = Counter("specdec_draft_failures", "Rounds that went on without their draft worker", ["reason"])
+NUM_RUNNING = Gauge("specdec_num_sessions_running", "Sessions being generated")
+TIME_TO_FIRST_TOKEN_S = Histogram(
+    "specdec_time_to_first_token_seconds", "From request to first token", buckets=LATENCY_BUCKETS_S
+)
+TIME_PER_OUTPUT_TOKEN_S = Histogram(
+    "specdec_time_per_output_token_seconds", "Round time over tokens committed", buckets=LATENCY_BUCKETS_S
+)
+PHASE_S = Histogram("specdec_round_phase_seconds", "Phases of a round", ["phase"], buckets=LATENCY_BUCKETS_S)
+
+
+def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
+    """Count one committed round; `before` are the session's statistics up to it."""
+    after = played.statistics
+    num_drafted = after.num_draft_tokens - before.num_draft_tokens
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    draft_s, score_s = after.draft_s - before.draft_s, after.score_s - before.score_s
+    if num_drafted:
+        NUM_DRAFTS.inc()
+        NUM_DRAFT_TOKENS.inc(num_drafted)
+        NUM_ACCEPTED_TOKENS.inc(num_accepted)
+        PHASE_S.labels("draft").observe(draft_s)
+    for position in range(num_accepted):
+        NUM_ACCEPTED_PER_POS.labels(str(position)).inc()
+    NUM_ROUNDS.inc()
+    NUM_TOKENS.inc(len(played.emitted))
+    PHASE_S.labels("score").observe(score_s)
+    PHASE_S.labels("commit").observe(commit_s)
+    TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted))

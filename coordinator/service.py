@@ -1,0 +1,86 @@
+"""What the coordinator does, in one place: plan a request, claim its session, run it, read it, cancel it."""
+
+from dataclasses import dataclass
+
+from coordinator import metrics, requests
+from coordinator.draft_length import Costs, DraftLength
+from coordinator.generation import Generation, chain
+from coordinator.live import Live, LiveSessions, Team
+from coordinator.models import Models
+from coordinator.requests import Plan, Prompts
+from coordinator.sessions import Session, SessionStore, Status
+from coordinator.text import StreamDetokenizer
+from coordinator.workers import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter, TargetWorkers, WorkerSession
+from specdec.errors import SpecdecError
+from specdec.telemetry import get_logger
+from specdec.types import SamplingParams, SpeculationParams
+from specdec.v1 import generation_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """The parts, and what they do together."""
+
+    models: Models
+    target_workers: TargetWorkers
+    draft_workers: DraftWorkers | None
+    prompts: Prompts
+    store: SessionStore
+    live: LiveSessions
+    costs: Costs
+    max_new_tokens: int
+    max_draft_tokens: int
+
+    async def begin(self, request: generation_pb2.GenerateRequest) -> Plan:
+        """Check a request and create its session, unless it exists. Raises InvalidArgument, AlreadyExists, Mismatch."""
+        plan = requests.plan(request, self.prompts, self.models.target, self.max_new_tokens)
+        if plan.speculation.num_draft_tokens != 0 and self.draft_workers:
+            self.models.drafter(plan.speculation.drafter)
+        digest = chain(b"", plan.prompt)
+        await self.store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest)
+        return plan
+
+    async def revive(self, session_id: str) -> Live:
+        """Claim a session and go on with it. Raises NotFound."""
+        session = await self.store.claim(session_id)
+        sampling, speculation = requests.restored(session.request)
+        live = Live(session, self.generation(session, sampling), self.store)
+        if session.status is Status.ACTIVE:
+            live.start(self._team(session, sampling, speculation))
+        return live
+
+    def generation(self, session: Session, sampling: SamplingParams) -> Generation:
+        """Return a session's state, its text replayed from its tokens."""
+        return Generation(
+            prompt=session.prompt,
+            sampling=sampling,
+            limits=requests.limits(sampling, self.models.target),
+            detokenizer=StreamDetokenizer(self.prompts.tokenizer, session.prompt),
+            emitted=list(session.emitted),
+            finish=session.finish,
+            statistics=session.statistics,
+        )
+
+    def _team(self, session: Session, sampling: SamplingParams, speculation: SpeculationParams) -> Team:
+        worker_session = WorkerSession(session.session_id, session.epoch, sampling, len(session.prompt))
+        vocab_size = self.models.target.vocab_size
+        fixed = speculation.num_draft_tokens
+        drafter = self._drafter(worker_session, speculation, vocab_size)
+        if isinstance(drafter, NoDrafter):
+            fixed = 0
+        length = DraftLength(self.costs, self.max_draft_tokens, fixed)
+        return Team(self.target_workers.open(worker_session, vocab_size), drafter, length)
+
+    def _drafter(
+        self, session: WorkerSession, speculation: SpeculationParams, vocab_size: int
+    ) -> SessionDrafter | NoDrafter:
+        if self.draft_workers is None or speculation.num_draft_tokens == 0:
+            return NoDrafter()
+        name, model = self.models.drafter(speculation.drafter)
+        limits = DraftLimits(vocab_size, model.context_length if model else 0)
+
+        def note(error: SpecdecError) -> None:
+            metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
+            get_logger().warning("draft_unavailable", session_id=session.session_id, reason=error.reason)
+
+        return self.draft_workers.open(session, name, limits, note)

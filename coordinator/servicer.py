@@ -1,0 +1,174 @@
+"""GenerationService: decode, call, encode."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from coordinator import metrics, requests
+from coordinator.generation import Chunk, Emitted, Generation, Statistics
+from coordinator.live import Live
+from coordinator.service import Coordinator
+from coordinator.sessions import Status, statistics_to_proto
+from specdec import wire
+from specdec.errors import InvalidArgument, SpecdecError
+from specdec.telemetry import get_logger
+from specdec.types import MAX_DRAFT_TOKENS
+from specdec.v1 import generation_pb2 as pb
+from specdec.v1 import generation_pb2_grpc
+
+_STATUS = {
+    Status.ACTIVE: pb.SESSION_STATUS_ACTIVE,
+    Status.FINISHED: pb.SESSION_STATUS_FINISHED,
+    Status.CANCELLED: pb.SESSION_STATUS_CANCELLED,
+}
+ResponseT = TypeVar("ResponseT", pb.GenerateResponse, pb.ResumeResponse)
+
+
+class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """The public service."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    # grpc.aio also takes handlers that write instead of yielding, and those see a cancelled call at once
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
+        """Stream a new session, or attach to the one that has this request_id."""
+        with _Request("Generate") as record:
+            plan = await self._coordinator.begin(request)
+            record.session_id = plan.session_id
+            await self._stream(plan.session_id, 0, b"", pb.GenerateResponse, context, record)
+
+    async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
+        """Stream a session from where the client is."""
+        with _Request("Resume") as record:
+            record.session_id = _known_session(request.session_id)
+            position = request.offset, request.digest
+            await self._stream(request.session_id, *position, pb.ResumeResponse, context, record)
+
+    async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
+        """Return what the store holds."""
+        with _Request("GetSession") as record:
+            record.session_id = _known_session(request.session_id)
+            session = await self._coordinator.store.read(request.session_id)
+            sampling, _ = requests.restored(session.request)
+            generation = self._coordinator.generation(session, sampling)
+            return pb.GetSessionResponse(
+                session_id=session.session_id,
+                status=_STATUS[session.status],
+                epoch=session.epoch,
+                num_prompt_tokens=len(session.prompt),
+                tokens=[entry.token for entry in session.emitted],
+                text=generation.text,
+                digest=session.digest,
+                sampling=wire.sampling_to_proto(sampling),
+                finish=finish_to_proto(generation, session.statistics) if session.finish else None,
+            )
+
+    async def CancelSession(self, request: pb.CancelSessionRequest, context: Any) -> pb.CancelSessionResponse:
+        """End a session."""
+        with _Request("CancelSession") as record:
+            record.session_id = _known_session(request.session_id)
+            status = await self._coordinator.store.cancel(request.session_id)
+            return pb.CancelSessionResponse(status=_STATUS[status])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        """Return the models."""
+        with _Request("GetModel"):
+            models = self._coordinator.models
+            return pb.GetModelResponse(
+                target=wire.model_to_proto(models.target),
+                drafters=models.drafters,
+                context_length=models.target.context_length,
+                max_draft_tokens=MAX_DRAFT_TOKENS,
+            )
+
+    async def _stream(
+        self, session_id: str, offset: int, digest: bytes, kind: Callable[..., Any], context: Any, record: "_Request"
+    ) -> None:
+        async with self._coordinator.live.joined(session_id, lambda: self._coordinator.revive(session_id)) as live:
+            async for chunk, last in live.follow(offset, digest):
+                await context.write(chunk_to_proto(kind, live, chunk, last))
+                record.wrote(chunk)
+            record.statistics = live.statistics
+
+
+def _known_session(session_id: str) -> str:
+    if not session_id:
+        raise InvalidArgument({"session_id": "is empty; take it from a chunk of the session"})
+    return session_id
+
+
+def chunk_to_proto(kind: Callable[..., ResponseT], live: Live, chunk: Chunk, last: bool) -> ResponseT:
+    """Convert; the last chunk says how the session ended."""
+    logprobs = [entry for emitted in chunk.emitted for entry in _logprobs_to_proto(emitted)]
+    return kind(
+        session_id=live.session_id,
+        offset=chunk.offset,
+        tokens=[emitted.token for emitted in chunk.emitted],
+        text=chunk.text,
+        origins=[emitted.origin.value for emitted in chunk.emitted],
+        digest=chunk.digest,
+        finish=finish_to_proto(live.generation, live.statistics) if last else None,
+        logprobs=logprobs,
+        text_ends=chunk.text_ends,
+    )
+
+
+def _logprobs_to_proto(emitted: Emitted) -> list[pb.TokenLogprobs]:
+    if emitted.logprobs is None:
+        return []
+    top = [pb.TopLogprob(token=token, logprob=logprob) for token, logprob in emitted.logprobs.top]
+    return [pb.TokenLogprobs(logprob=emitted.logprobs.logprob, top=top)]
+
+
+def finish_to_proto(generation: Generation, statistics: Statistics) -> pb.Finish:
+    """Convert the end of a session."""
+    assert generation.finish is not None
+    usage = pb.Usage(num_prompt_tokens=len(generation.prompt), num_completion_tokens=len(generation.emitted))
+    return pb.Finish(
+        reason=pb.FinishReason.ValueType(generation.finish.value),
+        usage=usage,
+        statistics=statistics_to_proto(statistics),
+    )
+
+
+class _Request:
+    """Counts and logs one request, however it ends."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._begin = time.perf_counter()
+        self._num_tokens = 0
+        self.session_id = ""
+        self.statistics: Statistics | None = None
+
+    def __enter__(self) -> "_Request":
+        return self
+
+    def wrote(self, chunk: Chunk) -> None:
+        """Note a chunk that was sent."""
+        if not self._num_tokens and chunk.emitted:
+            metrics.TIME_TO_FIRST_TOKEN_S.observe(time.perf_counter() - self._begin)
+        self._num_tokens += len(chunk.emitted)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        code = _code(error)
+        metrics.NUM_REQUESTS.labels(self._method, code).inc()
+        facts: dict[str, Any] = {"num_tokens": self._num_tokens} if self._num_tokens else {}
+        if self.statistics:
+            facts |= {"num_rounds": self.statistics.num_rounds, "num_accepted": self.statistics.num_accepted_tokens}
+        elapsed_s = round(time.perf_counter() - self._begin, 4)
+        get_logger().info(
+            "request", method=self._method, code=code, session_id=self.session_id, elapsed_s=elapsed_s, **facts
+        )
+
+
+def _code(error: BaseException | None) -> str:
+    if error is None:
+        return grpc.StatusCode.OK.name
+    if isinstance(error, SpecdecError):
+        return error.code.name
+    # a client that leaves cancels the handler
+    return (grpc.StatusCode.INTERNAL if isinstance(error, Exception) else grpc.StatusCode.CANCELLED).name

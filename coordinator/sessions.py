@@ -1,0 +1,227 @@
+"""Sessions in Redis: one idempotent Lua call a round, fenced by epoch, chained by digest.
+
+Safety is the epoch's: a commit names the epoch, length and digest that it builds on, and the script refuses anything
+else. A commit whose reply was lost is recognised when it is repeated, so the client library may retry.
+
+The embedded store is fakeredis in this process, running the same Lua.
+"""
+
+import struct
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from importlib.resources import files
+from typing import Any, cast
+
+import fakeredis
+import numpy as np
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.exceptions import RedisError
+
+from coordinator.generation import Emitted, FinishReason, Round, Statistics, TokenLogprobs
+from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, Unavailable
+from specdec.types import Origin
+from specdec.v1 import generation_pb2
+
+SOCKET_TIMEOUT_S = 2.0
+UNSTARTED_STATISTICS = generation_pb2.Statistics().SerializeToString()
+
+
+class Status(Enum):
+    """The state of a session, by the word that the store holds."""
+
+    ACTIVE = "active"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the store holds of a session."""
+
+    session_id: str
+    epoch: int
+    status: Status
+    request: bytes  # the serialised GenerateRequest, seed resolved
+    prompt: tuple[int, ...]
+    emitted: tuple[Emitted, ...]
+    digest: bytes
+    finish: FinishReason | None
+    statistics: Statistics
+
+
+class SessionCancelled(Exception):
+    """The session was cancelled while this coordinator ran it."""
+
+
+class SessionStore:
+    """Sessions in one Redis. Every method raises Unavailable while Redis does not answer."""
+
+    def __init__(self, client: Redis, ttl_s: float) -> None:
+        self._client = client
+        self._ttl_ms = int(ttl_s * 1000)
+        self._create, self._commit, self._claim, self._cancel = (
+            client.register_script((files("coordinator") / f"{name}.lua").read_text())
+            for name in ("create", "commit", "claim", "cancel")
+        )
+
+    async def ping(self) -> None:
+        """Return once Redis answered."""
+        await _answer(cast(Awaitable[Any], self._client.ping()))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def create(
+        self, session_id: str, fingerprint: bytes, request: bytes, prompt: Sequence[int], digest: bytes
+    ) -> None:
+        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExists otherwise."""
+        meta = {
+            "epoch": 0,
+            "length": len(prompt),
+            "prompt_length": len(prompt),
+            "digest": digest,
+            "status": Status.ACTIVE.value,
+            "finish": "",
+            "request": request,
+            "statistics": UNSTARTED_STATISTICS,
+        }
+        pairs: list[Any] = [item for pair in meta.items() for item in pair]
+        arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt), *pairs]
+        if await _answer(self._create(keys=keys(session_id), args=arguments)) == b"conflict":
+            raise AlreadyExists("this request_id was used with other parameters; send a new request_id")
+
+    async def claim(self, session_id: str) -> Session:
+        """Take a session over and return it. Raises NotFound."""
+        return await self._read(session_id, "1")
+
+    async def read(self, session_id: str) -> Session:
+        """Return a session as it is. Raises NotFound."""
+        return await self._read(session_id, "0")
+
+    async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
+        """Append a round.
+
+        Raises Fenced if another coordinator owns the session, SessionCancelled if it was cancelled, DataLoss if the
+        store holds less than, or other than, what this coordinator committed.
+        """
+        arguments = [
+            epoch,
+            step.base_length,
+            step.base_digest,
+            step.digest,
+            pack_tokens([entry.token for entry in step.emitted]),
+            bytes(entry.origin.value for entry in step.emitted),
+            b"".join(pack_logprobs(entry.logprobs) for entry in step.emitted if entry.logprobs),
+            self._ttl_ms,
+            (Status.FINISHED if step.finish else Status.ACTIVE).value,
+            step.finish.name if step.finish else "",
+            statistics_to_proto(statistics).SerializeToString(),
+        ]
+        outcome, *facts = await _answer(self._commit(keys=keys(session_id), args=arguments))
+        if outcome == b"fenced":
+            raise Fenced("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
+        if outcome == b"cancelled":
+            raise SessionCancelled
+        if outcome != b"committed":
+            raise DataLoss("the session store lost what was committed; begin a new session")
+
+    async def cancel(self, session_id: str) -> Status:
+        """End a session; return its state. Raises NotFound."""
+        status = await _answer(self._cancel(keys=keys(session_id)))
+        if status is None:
+            raise _not_found()
+        return Status(status.decode())
+
+    async def _read(self, session_id: str, claim: str) -> Session:
+        found = await _answer(self._claim(keys=keys(session_id), args=[claim]))
+        if not found:
+            raise _not_found()
+        return _session(session_id, *found)
+
+
+def open_store(url: str, ttl_s: float) -> SessionStore:
+    """Return the store behind a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
+    if url == "embedded":
+        return SessionStore(fakeredis.FakeAsyncRedis(), ttl_s)
+    retry = Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), 5)
+    client = Redis.from_url(url, retry=retry, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
+    return SessionStore(client, ttl_s)
+
+
+def keys(session_id: str) -> list[str]:
+    """Return a session's keys; the braces keep them in one cluster slot."""
+    return [f"specdec:{{{session_id}}}:{part}" for part in ("meta", "tokens", "origins", "logprobs")]
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except RedisError as error:
+        message = f"the session store does not answer ({type(error).__name__}); what was committed is safe, try again"
+        raise Unavailable(message) from error
+
+
+def _not_found() -> NotFound:
+    return NotFound("there is no such session, or it has expired; begin a new one with Generate")
+
+
+def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs: bytes) -> Session:
+    entries = meta if isinstance(meta, Mapping) else dict(zip(meta[::2], meta[1::2], strict=True))
+    all_tokens = unpack_tokens(tokens)
+    split = int(entries[b"prompt_length"])
+    completion = all_tokens[split:]
+    if len(all_tokens) != int(entries[b"length"]) or len(origins) != len(completion):
+        raise DataLoss("the session store holds only part of this session; begin a new one")
+    details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(completion)
+    return Session(
+        session_id=session_id,
+        epoch=int(entries[b"epoch"]),
+        status=Status(entries[b"status"].decode()),
+        request=entries[b"request"],
+        prompt=all_tokens[:split],
+        emitted=tuple(map(Emitted, completion, map(Origin, origins), details)),
+        digest=entries[b"digest"],
+        finish=FinishReason[entries[b"finish"].decode()] if entries[b"finish"] else None,
+        statistics=statistics_from_proto(generation_pb2.Statistics.FromString(entries[b"statistics"])),
+    )
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32."""
+    return np.array(tokens, "<u4").tobytes()
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """Return token ids from little-endian uint32."""
+    return tuple(np.frombuffer(data, "<u4").tolist())
+
+
+def pack_logprobs(logprobs: TokenLogprobs) -> bytes:
+    """Return one token's log probabilities: how many top ones, its own, then pairs of token and log probability."""
+    pairs = (value for pair in logprobs.top for value in pair)
+    return struct.pack(f"<Bf{'If' * len(logprobs.top)}", len(logprobs.top), logprobs.logprob, *pairs)
+
+
+def unpack_logprobs(data: bytes) -> list[TokenLogprobs]:
+    """Return the log probabilities of all tokens, oldest first."""
+    result, position = [], 0
+    while position < len(data):
+        layout = f"<Bf{'If' * data[position]}"
+        _, logprob, *pairs = struct.unpack_from(layout, data, position)
+        result.append(TokenLogprobs(logprob, tuple(zip(pairs[::2], pairs[1::2], strict=True))))
+        position += struct.calcsize(layout)
+    return result
+
+
+def statistics_to_proto(statistics: Statistics) -> generation_pb2.Statistics:
+    """Convert; the two have the same fields."""
+    return generation_pb2.Statistics(**{each.name: getattr(statistics, each.name) for each in fields(statistics)})
+
+
+def statistics_from_proto(message: generation_pb2.Statistics) -> Statistics:
+    """Convert; the two have the same fields."""
+    return Statistics(**{each.name: getattr(message, each.name) for each in fields(Statistics)})
