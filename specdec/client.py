@@ -195,7 +195,7 @@ class Client:
         return self._channel
 
     @property
-    def _stub(self) -> generation_pb2_grpc.GenerationServiceAsyncStub:
+    def _stub(self) -> "generation_pb2_grpc.GenerationServiceAsyncStub":
         return generation_pb2_grpc.GenerationServiceStub(self._open_channel)
 
     async def _follow(
