@@ -105,7 +105,8 @@ def windows(stream: Tokens, offset: int) -> Tokens:
     """Cut a stream, from the offset on, into windows that overlap by one token: [windows, WINDOW + 1]."""
     count = (len(stream) - offset - 1) // WINDOW
     starts = offset + WINDOW * np.arange(count)
-    return stream[starts[:, None] + np.arange(WINDOW + 1)]
+    cut: Tokens = stream[starts[:, None] + np.arange(WINDOW + 1)]
+    return cut
 
 
 def epoch(work: Path, number: int, random: np.random.Generator) -> Tokens:
@@ -113,5 +114,4 @@ def epoch(work: Path, number: int, random: np.random.Generator) -> Tokens:
     offset = int(random.integers(WINDOW))
     library = windows(np.load(work / "library.npy"), offset)
     half_of_tests = windows(np.load(work / "tests.npy"), offset)[number % 2 :: 2]
-    shuffled: Tokens = random.permutation(np.concatenate([library, half_of_tests]))
-    return shuffled
+    return random.permutation(np.concatenate([library, half_of_tests]))

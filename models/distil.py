@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from learning import Forward
 from rows import Rows, read_rows
 from torch import Tensor
 
@@ -20,10 +21,13 @@ def row_batches(work: Path, size: int, seed: int) -> Iterator[Rows]:
 
 
 def position_weights(rows: Rows) -> Tensor:
-    """Weigh each row, most where the next token is the target's own; they sum to 1: [sequences, WINDOW - 1]."""
+    """Weigh each row, most where the next token is the target's own; they sum to 1: [sequences, WINDOW - 1].
+
+    The factor of the temperature makes up for its inverse in the gradient of logits / temperature.
+    """
     positions = torch.arange(rows.support.shape[1])
     own = positions + 1 >= rows.prompt_lengths[:, None]
-    weights = torch.where(own, 1.0, PROMPT_WEIGHT)
+    weights = torch.where(own, 1.0, PROMPT_WEIGHT) * rows.temperatures[:, None]
     return weights / weights.sum()
 
 
@@ -33,13 +37,13 @@ def with_tail(log_probs: Tensor) -> Tensor:
     return torch.cat([log_probs, tail.log()], -1)
 
 
-def distillation_loss(draft: torch.nn.Module, rows: Rows, elapsed: float) -> Tensor:
+def distillation_loss(draft: Forward, rows: Rows, elapsed: float) -> Tensor:
     """Blend, as time elapses from 0 to 1, the divergence KL(target || draft) into the rejection rate.
 
     The rejection rate is 1 - sum min(p, q), the total variation between target and draft (Leviathan et al. 2023,
     corollary 3.6); early on its gradient is too weak to learn from (Zhou et al. 2024, DistillSpec, compare both).
     """
-    logits = draft(rows.tokens[:, :-1], use_cache=False).logits.float()
+    logits = draft(rows.tokens[:, :-1], use_cache=False).logits.float() / rows.temperatures[:, None, None]
     drafted = with_tail(logits.log_softmax(-1).gather(-1, rows.support))
     wanted = with_tail(rows.log_probs)
     divergence = (wanted.exp() * (wanted - drafted)).sum(-1)

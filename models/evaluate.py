@@ -5,6 +5,7 @@ continuations of held-out prompts (Leviathan et al. 2023, corollary 3.6), before
 """
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def held_out_streams(tokenizer: Tokenizer) -> list[Tokens]:
 
 def held_out_prompts(streams: list[Tokens]) -> Tensor:
     """Cut prompts at even distances from each file: [prompts, PROMPT]."""
-    prompts = []
+    prompts: list[Tokens] = []
     for stream in streams:
         starts = np.linspace(0, len(stream) - PROMPT - NEW, PROMPTS_PER_FILE).astype(int)
         prompts.extend(stream[start : start + PROMPT] for start in starts)
@@ -71,6 +72,12 @@ def loss(model: LlamaForCausalLM, streams: list[Tokens]) -> float:
         for batch in texts.split(16)
     ]
     return torch.cat(losses).mean().item()
+
+
+def bits_per_byte(nats: float, streams: list[Tokens]) -> float:
+    """Turn a loss in nats a token into bits a byte, which pairs of other vocabularies can be compared by."""
+    num_bytes = sum(path.stat().st_size for path in (FOLDER / "heldout").glob("*.py"))
+    return nats * sum(map(len, streams)) / num_bytes / math.log(2)
 
 
 @torch.inference_mode()
@@ -101,7 +108,8 @@ def report(folder: Path) -> None:
     streams = held_out_streams(tokenizer)
     for name, model in (("target", target), ("draft", draft)):
         parameters = sum(weight.numel() for weight in model.parameters())
-        print(f"{name}: {parameters / 1e6:.2f}M parameters, held-out loss {loss(model, streams):.3f}")
+        nats = loss(model, streams)
+        print(f"{name}: {parameters:,} parameters, loss {nats:.3f}, {bits_per_byte(nats, streams):.3f} bits a byte")
     prompts = held_out_prompts(streams)
     for temperature in (1.0, 0.0):
         tokens = continued(target, prompts, temperature)

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 Batch = TypeVar("Batch")
+Forward = Callable[..., Any]  # a model, compiled or not
 WARM_UP_STEPS = 50
 HOLD = 0.4  # of the time; then the rate falls linearly to zero
 CHECKPOINT_SECONDS = 300
@@ -119,7 +120,7 @@ class Run:
         return float(state["spent"])
 
 
-def train(run: Run, batches: Iterator[Batch], loss_of: Callable[[torch.nn.Module, Batch, float], Tensor]) -> None:
+def train(run: Run, batches: Iterator[Batch], loss_of: Callable[[Forward, Batch, float], Tensor]) -> None:
     """Train on endless batches until the time is spent."""
     forward = torch.compile(run.model, dynamic=False)
     for batch in batches:

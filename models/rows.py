@@ -1,7 +1,7 @@
 """The target's own continuations of training prompts, with its row at every position: what the draft learns from.
 
-A row is a next-token law. A cached row is its support of the 64 likeliest tokens and their log-probabilities;
-what is left over is the tail, which the loss treats as one more token.
+A row is a next-token law, at the temperature at which its sequence is served. A cached row is its support of the 64
+likeliest tokens and their log-probabilities; what is left over is the tail, which the loss treats as one more token.
 """
 
 import time
@@ -21,6 +21,7 @@ SUPPORT = 64
 SEQUENCES = 96  # a batch of samples: wide enough to spread the cost of reading the weights
 # The demo and the benchmarks sample at 1 and decode greedily; 0.6 stands for what lies between.
 TEMPERATURES = (0.0, 0.0, 0.6, 1.0, 1.0)
+COLDEST = 0.3  # a greedy row, all on one token, has no gradient elsewhere: its sequences keep rows at this temperature
 PROMPT_LENGTHS = range(96, 417, 32)
 
 
@@ -45,13 +46,14 @@ class ReservedLayer(DynamicLayer):
 class Rows:
     """Sequences and the target's rows after each of their tokens but the last.
 
-    tokens: [sequences, WINDOW]; support and log_probs: [sequences, WINDOW - 1, SUPPORT];
+    tokens: [sequences, WINDOW]; support and log_probs: [sequences, WINDOW - 1, SUPPORT]; temperatures: [sequences];
     prompt_lengths: [sequences], where the target's own tokens begin.
     """
 
     tokens: Tensor
     support: Tensor
     log_probs: Tensor
+    temperatures: Tensor
     prompt_lengths: Tensor
 
     def select(self, index: Tensor) -> "Rows":
@@ -60,6 +62,7 @@ class Rows:
             self.tokens[index].long(),
             self.support[index].long(),
             self.log_probs[index].float(),
+            self.temperatures[index],
             self.prompt_lengths[index],
         )
 
@@ -95,13 +98,15 @@ def continuations(
 def sample_rows(model: LlamaForCausalLM, prompts: Tensor, temperatures: Tensor, seed: int) -> Rows:
     """Continue prompts [sequences, prompt] to a full window and keep the target's rows on the way."""
     tokens, support, log_probs = [prompts], [], []
+    served = temperatures.clamp_min(COLDEST)
     for logits, drawn in continuations(model, prompts, WINDOW, temperatures, seed):
-        kept = logits.topk(SUPPORT, sorted=False)
+        scaled = logits.float() / served[:, None, None]
+        kept = scaled.topk(SUPPORT, sorted=False)
         support.append(kept.indices.short())
-        log_probs.append((kept.values.float() - logits.float().logsumexp(-1, keepdim=True)).half())
+        log_probs.append((kept.values - scaled.logsumexp(-1, keepdim=True)).half())
         tokens.append(drawn)
-    prompt_lengths = torch.full((len(prompts),), prompts.shape[1])
-    return Rows(torch.cat(tokens, 1).short(), torch.cat(support, 1), torch.cat(log_probs, 1), prompt_lengths)
+    lengths = torch.full((len(prompts),), prompts.shape[1])
+    return Rows(torch.cat(tokens, 1).short(), torch.cat(support, 1), torch.cat(log_probs, 1), served, lengths)
 
 
 def write_rows(model: LlamaForCausalLM, work: Path, minutes: float) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from corpus import END_OF_TEXT, copy_held_out, epoch, prepare
 from distil import distillation_loss, row_batches
-from learning import Recipe, Run, llama_config, train
+from learning import Forward, Recipe, Run, llama_config, train
 from rows import write_rows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -42,7 +42,7 @@ def halves(batch: Tensor) -> Tensor:
     return torch.cat([batch[:, : middle + 1], batch[:, middle:]])
 
 
-def next_token_loss(model: torch.nn.Module, batch: Tensor, _: float = 0.0) -> Tensor:
+def next_token_loss(model: Forward, batch: Tensor, _: float = 0.0) -> Tensor:
     """Return the mean cross-entropy, in nats a token, of a batch [sequences, WINDOW + 1]."""
     logits = model(batch[:, :-1], use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
