@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -178,35 +178,43 @@ class Server:
         await self.grpc.stop(self._settings.drain_s)
 
 
-async def run_service(
-    settings: ServiceSettings,
-    name: str,
-    service: str,
-    build: Callable[[Server], Any],
-) -> None:
-    """Run one service until SIGTERM or SIGINT.
-
-    `build(server)` is an async context manager: it adds the handlers, loads what they need, yields when the service can
-    work, and tidies up after the last call. Raises OSError if a port is taken.
-    """
-    configure_logs(name, settings.log_level, settings.log_format)
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    async with _listening(settings, name, service) as server, build(server):
-        await server.set_ready(True)
-        get_logger().info("ready", port=server.port)
-        await stopping.wait()
-        get_logger().info("draining", drain_s=settings.drain_s)
-        await server.stop()
+Build = Callable[[Server], AbstractAsyncContextManager[None]]
+"""Adds the handlers, loads what they need, yields when the service can work, and tidies up after the last call."""
 
 
 @asynccontextmanager
-async def _listening(settings: ServiceSettings, name: str, service: str) -> AsyncIterator[Server]:
+async def serving(settings: ServiceSettings, service: str, build: Build) -> AsyncIterator[Server]:
+    """Give a server that is ready; drain and close it at the end. Raises OSError if a port is taken."""
     server = Server(settings, service)
     await server.listen()
     get_logger().info("listening", port=server.port, metrics_port=serve_metrics(settings))
     try:
-        yield server
+        async with build(server):
+            await server.set_ready(True)
+            get_logger().info("ready", port=server.port)
+            yield server
+            get_logger().info("draining", drain_s=settings.drain_s)
+            await server.stop()
     finally:
         await server.grpc.stop(0)
+
+
+async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:
+    """Run one service until SIGTERM or SIGINT, also while it still loads. Raises OSError if a port is taken."""
+    configure_logs(name, settings.log_level, settings.log_format)
+    stopping, ready = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+
+    async def serve() -> None:
+        async with serving(settings, service, build):
+            ready.set()
+            await stopping.wait()
+
+    running, told = asyncio.create_task(serve()), asyncio.create_task(stopping.wait())
+    await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
+    told.cancel()
+    if not ready.is_set() and not running.done():
+        running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running

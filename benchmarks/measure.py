@@ -1,0 +1,102 @@
+"""Measure speeds as ratios: every configuration in turn on every prompt, plain decoding of the same target among them."""
+
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+
+PROMPT_LINES = 24  # of a held-out file: some 200 to 300 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One way of serving the same target."""
+
+    name: str
+    speculation: SpeculationParams
+
+
+PLAIN = Configuration("plain", SpeculationParams(num_draft_tokens=0))
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one configuration did over all prompts and repetitions."""
+
+    configuration: Configuration
+    tokens_per_s: list[float] = field(default_factory=list)  # one a run
+    completions: list[Completion] = field(default_factory=list)
+
+    @property
+    def median_tokens_per_s(self) -> float:
+        """The middle run."""
+        return statistics.median(self.tokens_per_s)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted."""
+        drafted = self._sum("num_draft_tokens")
+        return self._sum("num_accepted_tokens") / drafted if drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed over rounds, the closing token included."""
+        return self._sum("num_tokens") / self._sum("num_rounds")
+
+    def ms_per_round(self, phase: str) -> float:
+        """Mean milliseconds of `draft_s`, `score_s`, `commit_s` or `total_s` in a round."""
+        return 1000 * self._sum(phase) / self._sum("num_rounds")
+
+    def _sum(self, name: str) -> float:
+        return float(sum(getattr(entry.finish.statistics, name) for entry in self.completions))
+
+
+def speed_up(measured: Measured, plain: Measured) -> tuple[float, float, float]:
+    """Return lowest quartile, median and highest quartile of the ratio, run by run, to plain decoding of that prompt."""
+    ratios = [fast / slow for fast, slow in zip(measured.tokens_per_s, plain.tokens_per_s, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    return low, middle, high
+
+
+async def measure(
+    client: Client,
+    prompts: Sequence[str],
+    configurations: Sequence[Configuration],
+    sampling: SamplingParams,
+    repetitions: int = 1,
+) -> list[Measured]:
+    """Run every configuration on every prompt, in turn, so that a slow minute of the machine slows all of them."""
+    results = [Measured(configuration) for configuration in configurations]
+    for _ in range(repetitions):
+        for prompt in prompts:
+            for result in results:
+                begin = time.perf_counter()
+                completion = await client.complete(
+                    prompt, sampling=sampling, speculation=result.configuration.speculation
+                )
+                elapsed_s = time.perf_counter() - begin
+                result.tokens_per_s.append(len(completion.tokens) / elapsed_s)
+                result.completions.append(completion)
+    return results
+
+
+def held_out_prompts(folder: Path, most: int | None = None) -> dict[str, str]:
+    """Return the beginnings of the files that the demo pair was not trained on, by name."""
+    files = sorted(folder.glob("*.py"))[:most]
+    return {file.name: "\n".join(file.read_text().split("\n")[:PROMPT_LINES]) + "\n" for file in files}
+
+
+def hardware() -> str:
+    """Return what this ran on, in a line."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = f"{len(names)} x {names[0]}" if names else model
+    return f"{model}, {platform.system()}, Python {platform.python_version()}"
