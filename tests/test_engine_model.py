@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.engine import CacheFull, EngineError, Feed, LanguageModel, ModelRefused, SequenceTooLong, attention
-from specdec.engine.attention import Segment
+from specdec.engine import CacheFull, EngineError, Feed, LanguageModel, ModelRefused, SequenceTooLong, lean
+from specdec.engine.attention import AttentionOptions, PackedAttention, Segment
 from specdec.engine.loading import looks_like_path
 from specdec.engine.model import BLOCK_TOKENS
 
 KV_CACHE_BYTES = 1 << 20
+LEAN = ["llama", "mistral", "qwen2", "qwen3"]
 LENGTHS = (40, 25, 17)  # all longer than the tiny models' sliding windows
 
 
@@ -81,7 +82,34 @@ def reject_some(model: LanguageModel, sequence: object, chooser: random.Random) 
 @pytest.mark.parametrize("name", architectures.SERVED)
 def test_packed_logits_equal_the_models_own(name: str, tmp_path: Path) -> None:
     folder = architectures.build(name, tmp_path)
-    for text, logits in zip(texts(), feed_in_pieces(load(folder), texts(), random.Random(2)), strict=True):
+    assert_served_exactly(folder, load(folder))
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_lean_models_are_served_through_transformers_forward_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.engine.model.is_lean", lambda model: False)
+    folder = architectures.build(name, tmp_path)
+    assert_served_exactly(folder, load(folder))
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_a_lean_decoder_that_disagrees_is_not_used(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = architectures.build(name, tmp_path)
+    assert load(folder)._lean is not None
+    turn = lean._Angles.at
+    monkeypatch.setattr(lean._Angles, "at", lambda self, positions: turn(self, [at + (at > 9) for at in positions]))
+    model = load(folder)
+    assert model._lean is None
+    assert "the lean decoder does not serve" in caplog.text
+    assert_served_exactly(folder, model)
+
+
+def assert_served_exactly(folder: Path, model: LanguageModel) -> None:
+    for text, logits in zip(texts(), feed_in_pieces(model, texts(), random.Random(2)), strict=True):
         own = own_logits(folder, text)
         assert own.std() > 0.3, "the tiny model is too flat to show a mistake"
         assert (logits - own).abs().max() <= 1e-4 * max(1.0, float(own.std()))
@@ -145,24 +173,23 @@ def test_a_failing_forward_leaves_every_sequence_as_it_was(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sequence = model.cache.open("a")
-    before = model.forward([Feed(sequence, [1, 2, 3], 0), Feed(model.cache.open("b"), [3], 0)])
+    model.forward([Feed(sequence, [1, 2, 3], 0), Feed(model.cache.open("b"), [3], 0)])
     free = model.cache.num_free_blocks
 
-    def fail(*arguments: object, **options: object) -> None:
-        raise RuntimeError("out of memory")
+    attend = PackedAttention.attend
+
+    def fail_in_the_last_layer(self: PackedAttention, *arguments: object) -> torch.Tensor:
+        if self.num_layers_done == model.num_layers - 1:
+            raise RuntimeError("out of memory")
+        return attend(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(model._model, "forward", fail)
+        patch.setattr(PackedAttention, "attend", fail_in_the_last_layer)
         with pytest.raises(RuntimeError, match="out of memory"):
             model.forward([Feed(sequence, [9] * 90, 1)])
     assert (sequence.length, model.cache.num_free_blocks) == (3, free)
-    expected = load_fresh_row(model, [1, 2, 3, 4])
+    expected = model.forward([Feed(model.cache.open("fresh"), [1, 2, 3, 4], 1)])
     assert torch.allclose(model.forward([Feed(sequence, [4], 1)]), expected, atol=1e-4)
-    assert before.shape[0] == 0
-
-
-def load_fresh_row(model: LanguageModel, tokens: list[int]) -> torch.Tensor:
-    return model.forward([Feed(model.cache.open("fresh"), tokens, 1)])
 
 
 def test_a_cache_too_small_for_the_batch_is_full(folder: Path) -> None:
@@ -187,8 +214,10 @@ class TestSelfCheck:
     def test_a_slightly_wrong_scaling_is_refused(
         self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        options = attention.AttentionOptions
-        monkeypatch.setattr(attention, "AttentionOptions", lambda scaling, *others: options(scaling * 1.01, *others))
+        init = AttentionOptions.__init__
+        monkeypatch.setattr(
+            AttentionOptions, "__init__", lambda self, scaling, *others: init(self, scaling * 1.01, *others)
+        )
         with pytest.raises(ModelRefused, match="other logits"):
             load(folder, dtype=dtype)
 

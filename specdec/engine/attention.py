@@ -41,7 +41,7 @@ class Attends(Protocol):
     ) -> torch.Tensor:
         """Attend in the next layer.
 
-        Shapes: query [heads, total, key_size], key and value [kv_heads, total, size] -> [total, heads, value_size].
+        Shapes: query [total, heads, key_size], key and value [total, kv_heads, size] -> [total, heads, value_size].
         """
         ...
 
@@ -57,6 +57,14 @@ def attending(attends: Attends) -> Iterator[None]:
         yield
     finally:
         _current.attends = None
+
+
+def current_attention() -> Attends:
+    """Return what this thread's forward attends through."""
+    attends: Attends | None = getattr(_current, "attends", None)
+    if attends is None:
+        raise EngineError("packed attention was called outside of LanguageModel.forward")
+    return attends
 
 
 def packed_attention(
@@ -77,9 +85,6 @@ def packed_attention(
     Shapes: query, key and value [1, heads, total, size] -> [1, total, heads, size].
     Raises ModelRefused for a layer that brings its own mask or position bias.
     """
-    attends: Attends | None = getattr(_current, "attends", None)
-    if attends is None:
-        raise EngineError("the packed attention function was called outside of LanguageModel.forward")
     if attention_mask is not None or position_bias is not None:
         raise ModelRefused(
             f"{type(module).__name__} adds its own mask or bias to attention, which packed sequences cannot honour; "
@@ -87,7 +92,8 @@ def packed_attention(
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
-    return attends.attend(query[0], key[0], value[0], options)[None], None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [total, heads, size]
+    return current_attention().attend(query, key, value, options)[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
@@ -144,13 +150,12 @@ class PackedAttention:
         """See `Attends.attend`."""
         layer = self._layers[self.num_layers_done]
         self.num_layers_done += 1
-        keys, values = key.transpose(0, 1), value.transpose(0, 1)  # [total, kv_heads, size]
         if len(self.segments) == 1:
-            return self._attend_segment(self.segments[0], layer, query, keys, values, options)
+            return self._attend_segment(self.segments[0], layer, query, key, value, options)
         parts = []
         for segment in self.segments:
             rows = segment.rows
-            parts.append(self._attend_segment(segment, layer, query[:, rows], keys[rows], values[rows], options))
+            parts.append(self._attend_segment(segment, layer, query[rows], key[rows], value[rows], options))
         return torch.cat(parts)
 
     def _attend_segment(
@@ -164,55 +169,61 @@ class PackedAttention:
     ) -> torch.Tensor:
         layer.keys[segment.written] = new_keys
         layer.values[segment.written] = new_values
-        visible = slice(segment.first_slot + segment.first_visible(options.window), segment.first_slot + segment.total)
-        keys = layer.keys[visible].transpose(0, 1)  # [kv_heads, visible, key_size]
-        values = layer.values[visible].transpose(0, 1)  # [kv_heads, visible, value_size]
+        first = segment.first_visible(options.window)
+        keys = layer.keys_by_head.narrow(2, segment.first_slot + first, segment.total - first)
+        values = layer.values_by_head.narrow(2, segment.first_slot + first, segment.total - first)
         if options.softcap is None and options.sinks is None:
             return _attend_fast(segment, query, keys, values, options)
         return _attend_plainly(segment, query, keys, values, options)
 
 
 def _grouped(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Stack the query heads that share a KV head: [heads, new, size] -> [kv_heads, group * new, size]."""
-    return query.reshape(num_kv_heads, -1, query.shape[-1])
+    """Stack the query heads that share a KV head: [new, heads, size] -> [1, kv_heads, group * new, size]."""
+    if query.shape[0] == 1:
+        return query.view(1, num_kv_heads, -1, query.shape[-1])
+    return query.transpose(0, 1).reshape(1, num_kv_heads, -1, query.shape[-1])
 
 
 def _ungrouped(output: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Undo `_grouped`: [kv_heads, group * new, size] -> [new, heads, size]."""
+    """Undo `_grouped`: [1, kv_heads, group * new, size] -> [new, heads, size]."""
+    if num_tokens == 1:
+        return output.view(1, -1, output.shape[-1])
     return output.reshape(-1, num_tokens, output.shape[-1]).transpose(0, 1)
 
 
 def _attend_fast(
     segment: Segment, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """Attend with one fused kernel; grouping the heads into rows reads each key once and copies none."""
-    mask = segment.mask(options.window, query.shape[0] // keys.shape[0], query)
-    output = scaled_dot_product_attention(
-        _grouped(query, keys.shape[0])[None], keys[None], values[None], attn_mask=mask, scale=options.scaling
-    )
-    return _ungrouped(output[0], segment.num_tokens)
+    """Attend with one fused kernel; grouping the heads into rows reads each key once and copies none.
+
+    Shapes: query [new, heads, key_size], keys and values [1, kv_heads, visible, size] -> [new, heads, value_size].
+    """
+    mask = segment.mask(options.window, query.shape[1] // keys.shape[1], query)
+    grouped = _grouped(query, keys.shape[1])
+    output = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=options.scaling)
+    return _ungrouped(output, segment.num_tokens)
 
 
 def _attend_plainly(
     segment: Segment, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """Attend in small steps, for layers with a soft cap on their scores (Gemma 2) or attention sinks (GPT-OSS)."""
-    group = query.shape[0] // keys.shape[0]
-    scores = torch.matmul(_grouped(query, keys.shape[0]), keys.transpose(1, 2)) * options.scaling
+    group = query.shape[1] // keys.shape[1]
+    scores = torch.matmul(_grouped(query, keys.shape[1]), keys.transpose(2, 3)) * options.scaling
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     mask = segment.mask(options.window, group, query)
     if mask is not None:
         scores = scores + mask
-    weights = _softmax(scores, options.sinks, group)  # [kv_heads, group * new, visible]
+    weights = _softmax(scores, options.sinks, group)  # [1, kv_heads, group * new, visible]
     return _ungrouped(torch.matmul(weights.to(values.dtype), values), segment.num_tokens)
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, group: int) -> torch.Tensor:
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
-    num_kv_heads, num_rows, _ = scores.shape
-    extra = sinks.view(num_kv_heads, group, 1).repeat_interleave(num_rows // group, dim=1).to(scores.dtype)
+    _, num_kv_heads, num_rows, _ = scores.shape
+    extra = sinks.view(1, num_kv_heads, group, 1).repeat_interleave(num_rows // group, dim=2).to(scores.dtype)
     return torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
 
 
@@ -226,5 +237,5 @@ class ShapeProbe:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """Record the layer's shape and answer zeros."""
-        self.shapes.append(LayerShape(key.shape[0], key.shape[2], value.shape[2]))
-        return query.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+        self.shapes.append(LayerShape(key.shape[1], key.shape[2], value.shape[2]))
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])

@@ -87,11 +87,14 @@ class Sequence:
         self.truncate(0)
 
 
-class LayerPool(NamedTuple):
+class LayerPool:
     """One layer's storage for all sequences; row = slot of one token."""
 
-    keys: torch.Tensor  # [num_slots, kv_heads, key_size]
-    values: torch.Tensor  # [num_slots, kv_heads, value_size]
+    def __init__(self, shape: LayerShape, num_slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.keys = torch.empty(num_slots, shape.num_heads, shape.key_size, dtype=dtype, device=device)
+        self.values = torch.empty(num_slots, shape.num_heads, shape.value_size, dtype=dtype, device=device)
+        self.keys_by_head = self.keys.transpose(0, 1)[None]  # [1, kv_heads, num_slots, key_size], the same memory
+        self.values_by_head = self.values.transpose(0, 1)[None]  # [1, kv_heads, num_slots, value_size]
 
 
 class KvCache:
@@ -116,13 +119,8 @@ class KvCache:
                 f"({block_bytes} bytes); give it more bytes"
             )
         num_slots = self.num_blocks * block_tokens
-        self.layers = [
-            LayerPool(
-                torch.empty(num_slots, shape.num_heads, shape.key_size, dtype=dtype, device=device),
-                torch.empty(num_slots, shape.num_heads, shape.value_size, dtype=dtype, device=device),
-            )
-            for shape in shapes
-        ]
+        self.layers = [LayerPool(shape, num_slots, dtype, device) for shape in shapes]
+        self._pools = [pool for layer in self.layers for pool in (layer.keys, layer.values)]
         self._open: WeakValueDictionary[str, Sequence] = WeakValueDictionary()
         self._holders: dict[Sequence, None] = {}  # sequences that hold blocks, least recently used first
         self._num_used_blocks = 0
@@ -233,12 +231,11 @@ class KvCache:
 
     def _copy(self, sequence: Sequence) -> list[torch.Tensor]:
         rows = slice(sequence.first_slot, sequence.first_slot + sequence.length)
-        return [pool[rows].clone() for layer in self.layers for pool in layer] if sequence.length else []
+        return [pool[rows].clone() for pool in self._pools]
 
     def _paste(self, sequence: Sequence, kept: list[torch.Tensor]) -> None:
         rows = slice(sequence.first_slot, sequence.first_slot + sequence.length)
-        pools = (pool for layer in self.layers for pool in layer)
-        for pool, content in zip(pools, kept, strict=False):
+        for pool, content in zip(self._pools, kept, strict=True):
             pool[rows] = content
 
     def _shrink(self, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ about a model's architecture stays in transformers; only its attention function 
 """
 
 import inspect
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,11 @@ from specdec.engine.attention import ATTENTION_NAME, PackedAttention, Segment, S
 from specdec.engine.check import float32_copy, make_check, num_embeddings
 from specdec.engine.errors import EngineError, ModelRefused, SequenceTooLong
 from specdec.engine.kv import KvCache, LayerShape, Sequence
+from specdec.engine.lean import LeanDecoder, is_lean
 from specdec.engine.linear import pack_linears
 from specdec.engine.loading import choose_device, choose_dtype, load_pretrained
+
+logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 32  # half a block is lost per sequence; growing into a new block costs some microseconds
 
@@ -36,9 +40,12 @@ class Feed:
 class LanguageModel:
     """A causal language model with its KV cache. Use it on one thread; `EngineLoop` does."""
 
-    def __init__(self, model: PreTrainedModel, *, name: str, kv_cache_bytes: int, block_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, name: str, kv_cache_bytes: int, block_tokens: int, lean: bool) -> None:
+        model.set_attn_implementation(ATTENTION_NAME)
         self.name = name
         self._model = model
+        self._lean = LeanDecoder(model) if lean else None
+        pack_linears(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config(decoder=True)
         self.context_length: int = getattr(text_config, "max_position_embeddings", None) or 1 << 30
@@ -68,20 +75,29 @@ class LanguageModel:
         when the bytes hold not one block.
         """
         chosen_device = choose_device(device)
-        pretrained = load_pretrained(name_or_path, chosen_device, choose_dtype(dtype, chosen_device))
-        twin = float32_copy(pretrained) if self_check else None
-        if twin is not None:
-            cls._served(twin, name_or_path, CHECK_CACHE_BYTES, block_tokens, self_check=True)
-        return cls._served(pretrained, name_or_path, kv_cache_bytes, block_tokens, self_check)
+        chosen_dtype = choose_dtype(dtype, chosen_device)
+
+        def serve(lean: bool) -> "LanguageModel":
+            pretrained = load_pretrained(name_or_path, chosen_device, chosen_dtype)
+            lean = lean and is_lean(pretrained)
+            twin = float32_copy(pretrained) if self_check else None
+            try:
+                if twin is not None:
+                    cls._checked(twin, True, name_or_path, CHECK_CACHE_BYTES, block_tokens, lean)
+                return cls._checked(pretrained, self_check, name_or_path, kv_cache_bytes, block_tokens, lean)
+            except ModelRefused as refusal:
+                if not lean:
+                    raise
+                logger.warning("the lean decoder does not serve %s, transformers' own forward will: %s", name, refusal)
+            return serve(lean=False)
+
+        name = name_or_path
+        return serve(lean=True)
 
     @classmethod
-    def _served(
-        cls, pretrained: PreTrainedModel, name: str, kv_cache_bytes: int, block_tokens: int, self_check: bool
-    ) -> "LanguageModel":
+    def _checked(cls, pretrained: PreTrainedModel, self_check: bool, *arguments: Any) -> "LanguageModel":
         check = make_check(pretrained) if self_check else None
-        pretrained.set_attn_implementation(ATTENTION_NAME)
-        pack_linears(pretrained)
-        model = cls(pretrained, name=name, kv_cache_bytes=kv_cache_bytes, block_tokens=block_tokens)
+        model = cls(pretrained, *arguments)
         if check is not None:
             check(model)
         return model
@@ -149,7 +165,10 @@ class LanguageModel:
 
     def _logits(self, tokens: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
         """Run the model over one packed row; return float32 [len(rows), vocab_size]."""
-        keep = torch.tensor(rows or [0], device=self.device)  # one row where none is wanted: heads dislike empty input
+        kept_rows = rows or [0]  # one row where none is wanted: heads dislike empty input
+        if self._lean is not None:
+            return self._lean(tokens, positions, kept_rows)[: len(rows)].float()
+        keep = torch.tensor(kept_rows, device=self.device)
         packed = torch.tensor([tokens, positions], device=self.device)  # [2, total_tokens]
         options: dict[str, Any] = {"logits_to_keep": keep} if self._takes_rows else {}
         output = self._model(input_ids=packed[:1], position_ids=packed[1:], use_cache=False, **options)
