@@ -54,10 +54,11 @@ async def run_rounds(
     try:
         while not generation.done:
             played = await play_round(generation, drafter, scorer, draft_length)
-            await committing
+            await asyncio.shield(committing)
             committing = asyncio.ensure_future(publish(played))
     finally:
-        await committing
+        # shielded, for who cancels this loop must not cut a commit in two
+        await asyncio.shield(committing)
 
 
 async def play_round(generation: Generation, drafter: Drafter, scorer: Scorer, draft_length: DraftLength) -> Round:
