@@ -109,6 +109,7 @@ class Generation:
     text: str = field(init=False, default="")
     _stop: StopText = field(init=False)
     _text_ends: list[int] = field(init=False, default_factory=list)
+    _held: list[str] = field(init=False, default_factory=list)  # after each token, what may begin a stop string
     _digests: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -179,9 +180,10 @@ class Generation:
 
     def cut(self, num_tokens: int, reason: FinishReason) -> None:
         """Take back what was never committed, and end behind the first `num_tokens` completion tokens."""
-        del self.emitted[num_tokens:], self._text_ends[num_tokens:], self._digests[num_tokens + 1 :]
-        del self.committed[len(self.prompt) + num_tokens :]
-        self.text = self.text[: self._text_ends[-1]] if self._text_ends else ""
+        del self.emitted[num_tokens:], self._text_ends[num_tokens:], self._held[num_tokens:]
+        del self.committed[len(self.prompt) + num_tokens :], self._digests[num_tokens + 1 :]
+        # as a replay would have it: what was held back behind the last token is certain now
+        self.text = self.text[: self._text_ends[-1]] + self._held[-1] if self._text_ends else ""
         self.finish = reason
 
     def chunk(self, begin: int, end: int) -> Chunk:
@@ -208,6 +210,7 @@ class Generation:
             self.text += certain
             reason = FinishReason.STOP if stopped else None
         self._text_ends.append(len(self.text))
+        self._held.append(self._stop.held)
         if reason or self.room <= 0:
             self.end(reason or FinishReason.LENGTH)
 

@@ -55,6 +55,11 @@ class StopText:
         self._stops = tuple(stops)
         self._held = ""
 
+    @property
+    def held(self) -> str:
+        """What is held back now."""
+        return self._held
+
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that is certain now, and whether a stop string was completed; it is cut before the first."""
         if not self._stops:
