@@ -17,7 +17,7 @@ from coordinator.generation import Chunk, FinishReason, Generation, Round, Stati
 from coordinator.rounds import run_rounds
 from coordinator.sessions import Session, SessionCancelled, SessionStore
 from coordinator.workers import NoDrafter, Scorer, SessionDrafter
-from specdec.errors import DataLoss, Overloaded
+from specdec.errors import DataLoss, Overloaded, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,9 @@ class Live:
         except SessionCancelled:
             await asyncio.gather(team.scorer.close(), team.drafter.close())
             await self._cut(FinishReason.CANCELLED)
+        except asyncio.CancelledError:
+            await self._fail(Unavailable("this coordinator has stopped the session's rounds; resume it"))
+            raise
         except Exception as error:
             await self._fail(error)
         finally:
