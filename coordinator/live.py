@@ -81,6 +81,11 @@ class Live:
             raise DataLoss(f"the session store holds other tokens than the client, up to offset {offset}")
 
     @property
+    def has_failed(self) -> bool:
+        """Say whether an error ended the rounds."""
+        return self._error is not None
+
+    @property
     def _is_complete(self) -> bool:
         return self.generation.done and self._num_published == len(self.generation.emitted)
 
@@ -140,6 +145,11 @@ class _Entry:
     live: asyncio.Future[Live]
     num_members: int = 0
 
+    @property
+    def has_failed(self) -> bool:
+        """Say whether it ended with an error, which only its members need to see."""
+        return self.live.done() and (self.live.exception() is not None or self.live.result().has_failed)
+
 
 class LiveSessions:
     """All generations of this coordinator; at most one a session."""
@@ -154,7 +164,9 @@ class LiveSessions:
 
         Raises Overloaded if too many run already, and what `revive` raises.
         """
-        entry = self._entries.get(session_id) or self._revived(session_id, revive)
+        entry = self._entries.get(session_id)
+        if entry is None or entry.has_failed:
+            entry = self._revived(session_id, revive)
         entry.num_members += 1
         try:
             yield await asyncio.shield(entry.live)
@@ -168,7 +180,7 @@ class LiveSessions:
         await asyncio.gather(*(self._pause(session_id, entry) for session_id, entry in [*self._entries.items()]))
 
     def _revived(self, session_id: str, revive: Callable[[], Coroutine[Any, Any, Live]]) -> _Entry:
-        if len(self._entries) >= self._most:
+        if session_id not in self._entries and len(self._entries) >= self._most:
             raise Overloaded(f"{self._most} sessions run here already; try again soon")
         entry = self._entries[session_id] = _Entry(asyncio.ensure_future(revive()))
         metrics.NUM_RUNNING.set(len(self._entries))
