@@ -227,5 +227,5 @@ def _entries(proposal: Proposal, scores: Scores, verdict: Verdict) -> list[Emitt
     rows: Sequence[RowLogprobs | None] = scores.logprobs or [None] * len(tokens)
     return [
         Emitted(token, origin, TokenLogprobs(row.by_token[token], row.top) if row else None)
-        for (token, origin), row in zip(tokens, rows, strict=False)
+        for (token, origin), row in zip(tokens, rows[: len(tokens)], strict=True)
     ]

@@ -177,6 +177,8 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
     if len(all_tokens) != int(entries[b"length"]) or len(origins) != len(completion):
         raise DataLoss("the session store holds only part of this session; begin a new one")
     details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(completion)
+    if len(details) != len(completion):
+        raise DataLoss("the session store holds only part of this session's log probabilities; begin a new one")
     return Session(
         session_id=session_id,
         epoch=int(entries[b"epoch"]),

@@ -269,7 +269,29 @@ def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, voc
     rows = tuple(map(TargetRow, map(tuple, _cut(probs, sizes)), mass, tokens))
     for row in rows:
         _check_target_row(row)
-    return Scores(rows, tuple(_logprobs_from_proto(row) for row in message.logprobs))
+    logprobs = tuple(map(_logprobs_from_proto, message.logprobs))
+    if logprobs:
+        _check_logprobs(logprobs, proposal, tokens)
+        _check_top(logprobs, vocab_size)
+    return Scores(rows, logprobs)
+
+
+def _check_logprobs(logprobs: Sequence[RowLogprobs], proposal: Proposal, tail_tokens: Sequence[int]) -> None:
+    """Raise MalformedReply unless each row has the log probability of every token that may be emitted there."""
+    if len(logprobs) != len(tail_tokens):
+        raise MalformedReply(f"{len(logprobs)} rows of log probabilities for {len(tail_tokens)} positions")
+    supports = [row.token_ids for row in proposal.rows] + [()]
+    for row, support, tail_token in zip(logprobs, supports, tail_tokens, strict=True):
+        if not row.by_token.keys() >= {*support, tail_token}:
+            raise MalformedReply("a token that may be emitted has no log probability")
+        if any(math.isnan(value) for value in row.by_token.values()):
+            raise MalformedReply("a log probability is not a number")
+
+
+def _check_top(logprobs: Sequence[RowLogprobs], vocab_size: int) -> None:
+    for row in logprobs:
+        if len(row.top) > MAX_LOGPROBS or any(token >= vocab_size or math.isnan(value) for token, value in row.top):
+            raise MalformedReply("the most probable tokens are too many, past the vocabulary, or without a number")
 
 
 def _check_target_row(row: TargetRow) -> None:
@@ -288,8 +310,11 @@ def _logprobs_to_proto(row: RowLogprobs) -> target_pb2.RowLogprobs:
 
 
 def _logprobs_from_proto(message: target_pb2.RowLogprobs) -> RowLogprobs:
-    entries = list(zip(_unpack(message.token_ids, UINT32), _unpack(message.logprobs, FLOAT32), strict=True))
-    split = len(entries) - message.num_top
+    tokens, values = _unpack(message.token_ids, UINT32), _unpack(message.logprobs, FLOAT32)
+    split = len(tokens) - message.num_top
+    if len(tokens) != len(values) or split < 0:
+        raise MalformedReply(f"{len(values)} log probabilities, {message.num_top} of them top, for {len(tokens)} tokens")
+    entries = list(zip(tokens, values, strict=True))
     return RowLogprobs(dict(entries[:split]), tuple(entries[split:]))
 
 
