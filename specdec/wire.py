@@ -91,14 +91,15 @@ def _list_problems(message: types_pb2.SamplingParams) -> dict[str, str]:
     problems = {}
     if len(message.stop) > MAX_STOP_STRINGS:
         problems["stop"] = f"has {len(message.stop)} strings; the most is {MAX_STOP_STRINGS}"
-    elif any(not text or len(text) > MAX_STOP_CHARACTERS for text in message.stop):
-        problems["stop"] = f"has an empty string or one of more than {MAX_STOP_CHARACTERS} characters; leave it out"
+    elif sizes := [len(text) for text in message.stop if not 1 <= len(text) <= MAX_STOP_CHARACTERS]:
+        problems["stop"] = f"has a string of {sizes[0]} characters; give 1 to {MAX_STOP_CHARACTERS}, or leave it out"
     if len(message.stop_token_ids) > MAX_STOP_TOKENS:
         problems["stop_token_ids"] = f"has {len(message.stop_token_ids)} ids; the most is {MAX_STOP_TOKENS}"
     if len(message.logit_bias) > MAX_LOGIT_BIAS:
         problems["logit_bias"] = f"has {len(message.logit_bias)} entries; the most is {MAX_LOGIT_BIAS}"
-    elif any(not -100 <= bias <= 100 for bias in message.logit_bias.values()):
-        problems["logit_bias"] = "has a value that is not in [-100, 100]"
+    elif wrong := [entry for entry in message.logit_bias.items() if not -100 <= entry[1] <= 100]:
+        token, bias = wrong[0]
+        problems["logit_bias"] = f"is {bias:g} for token {token}; give numbers in [-100, 100]"
     return problems
 
 
