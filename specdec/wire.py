@@ -314,7 +314,7 @@ def _logprobs_from_proto(message: target_pb2.RowLogprobs) -> RowLogprobs:
     tokens, values = _unpack(message.token_ids, UINT32), _unpack(message.logprobs, FLOAT32)
     split = len(tokens) - message.num_top
     if len(tokens) != len(values) or split < 0:
-        raise MalformedReply(f"{len(values)} log probabilities, {message.num_top} of them top, for {len(tokens)} tokens")
+        raise MalformedReply(f"{len(values)} log probabilities, {message.num_top} of them top, {len(tokens)} tokens")
     entries = list(zip(tokens, values, strict=True))
     return RowLogprobs(dict(entries[:split]), tuple(entries[split:]))
 
