@@ -162,9 +162,16 @@ def to_status(error: SpecdecError) -> grpc.Status:
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> SpecdecError:
     """Return the error that the other side raised; library errors become the kind that has their code."""
-    message = error.details() or error.code().name
-    reason, violations, retry_after_s = _read_details(error)
-    kind = next((kind for kind in ERRORS if kind.reason == reason), None) or _kind_of_code(error.code())
+    info, violations, retry_after_s = _read_details(error)
+    kind = next((kind for kind in ERRORS if kind.reason == info.reason), None) or _kind_of_code(error.code())
+    result = _rebuilt(kind, error.details() or error.code().name, violations, retry_after_s)
+    result.metadata |= info.metadata
+    return result
+
+
+def _rebuilt(
+    kind: type[SpecdecError], message: str, violations: Mapping[str, str], retry_after_s: float
+) -> SpecdecError:
     if issubclass(kind, InvalidArgument):
         return kind(violations or {"request:": message})
     if issubclass(kind, _Retryable):
@@ -179,7 +186,7 @@ def _kind_of_code(code: grpc.StatusCode) -> type[SpecdecError]:
     return next((kind for kind in ERRORS if kind.code == code and kind is not NonFiniteRow), Internal)
 
 
-def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str], float]:
+def _read_details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo, dict[str, str], float]:
     info = error_details_pb2.ErrorInfo()
     bad = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
@@ -189,4 +196,4 @@ def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str], flo
                 for message in (info, bad, retry):
                     packed.Unpack(message)
     violations = {entry.field: entry.description for entry in bad.field_violations}
-    return info.reason, violations, retry.retry_delay.ToNanoseconds() / 1e9 or 1.0
+    return info, violations, retry.retry_delay.ToNanoseconds() / 1e9 or 1.0
