@@ -102,6 +102,7 @@ class EngineLoop(Generic[TaskT]):
         self._running: list[TaskT] = []  # each has its sequence pinned
         self._forgotten: set[str] = set()
         self._num_arrived = 0
+        self._num_ended = 0
         self._step_began_s: float | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -164,8 +165,10 @@ class EngineLoop(Generic[TaskT]):
 
     def _work(self) -> None:
         try:
-            while not self._stopping:
+            while True:
                 self._take_arrivals()
+                if self._stopping:
+                    break
                 self._step_began_s = time.perf_counter()
                 self._step()
                 self._step_began_s = None
@@ -210,15 +213,26 @@ class EngineLoop(Generic[TaskT]):
     def _choose_batch(self) -> list[tuple[TaskT, Feed]]:
         """Reserve room for, and return, what goes into the next forward."""
         batch = _Batch[TaskT](self._max_batch_tokens, self._prefill_chunk_tokens)
-        for task in sorted(self._running, key=lambda task: len(task.tokens) > DECODING_TOKENS):
-            if not self._reserve(task, batch):
-                self._put_back(task)
+        for task in sorted(self._running, key=lambda task: (len(task.tokens) > DECODING_TOKENS, _seat(task).number)):
+            while task in self._running and not self._reserve(task, batch):
+                self._put_back(self._youngest_outside(batch))
         busy = {task.key for task in self._running}
         for task in list(self._waiting):
-            if task.key not in busy and self._begin(task) and not self._reserve(task, batch):
+            if self._is_blocked(task):
                 break  # first come, first served: whoever comes later must not take the room
+            if task.key not in busy and self._begin(task) and not self._reserve(task, batch):
+                break
             busy.add(task.key)
         return batch.feeds
+
+    def _youngest_outside(self, batch: "_Batch[TaskT]") -> TaskT:
+        """Return the running task that must make way for an older one, or for itself."""
+        fed = {id(task) for task, _ in batch.feeds}
+        return max((task for task in self._running if id(task) not in fed), key=lambda task: _seat(task).number)
+
+    def _is_blocked(self, task: TaskT) -> bool:
+        """Whether the task lost its room, and nobody has ended since."""
+        return bool(self._running) and _seat(task).num_ended_before == self._num_ended
 
     def _begin(self, task: TaskT) -> bool:
         """Prepare a waiting task, unless it stands where it stopped; return whether it can go on."""
@@ -240,6 +254,8 @@ class EngineLoop(Generic[TaskT]):
 
     def _check(self, task: TaskT) -> None:
         """Raise what would make the task fail in a forward, where it could harm others."""
+        if not task.tokens:
+            raise EngineError(f"task {task.key!r} was neither ended nor given tokens; do one of them")
         self._model.check(Feed(task.sequence, task.tokens, task.num_rows))
         if task.num_rows > self._max_batch_tokens:
             raise EngineError(f"{task.num_rows} rows do not fit into one forward of {self._max_batch_tokens} tokens")
@@ -275,6 +291,7 @@ class EngineLoop(Generic[TaskT]):
         self._running.remove(task)
         task.sequence.unpin()
         _seat(task).length = task.sequence.length
+        _seat(task).num_ended_before = self._num_ended
         self._waiting.append(task)
         self._waiting.sort(key=lambda task: _seat(task).number)
 
@@ -329,6 +346,7 @@ class EngineLoop(Generic[TaskT]):
 
     def _retire(self, task: TaskT) -> None:
         """Give back what the task holds and wake whoever awaits it."""
+        self._num_ended += 1
         seat = _seat(task)
         began = task in self._running or seat.length is not None
         if task in self._running:

@@ -80,6 +80,7 @@ class _Seat(Generic[ResultT]):
         self.abandoned = False
         self.length: int | None = None  # of the sequence when the task last stood still; None: not begun
         self.first_length = 0  # of the sequence when the task began
+        self.num_ended_before: int | None = None  # tasks that had ended when this one lost its room
         self.result: Any = None
         self.error: BaseException | None = None
 
