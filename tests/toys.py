@@ -3,18 +3,30 @@
 They use the production sampling code, rows, keys and supports; only the models are matrices.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 
+from coordinator.draft_length import DraftLength
+from coordinator.generation import Generation, Limits, Round
+from coordinator.rounds import run_rounds
 from coordinator.workers import Drafted, Scored
-from specdec.randomness import Key, Purpose, uniform, uniforms
+from specdec import randomness
+from specdec.randomness import Key, Purpose
 from specdec.sampling import RowContext, draw, draw_dense, next_token_rows, sparse_rows
-from specdec.types import Proposal, Row, SamplingParams, Scores, TargetRow
+from specdec.types import Origin, Proposal, Row, SamplingParams, Scores, TargetRow
 
 VOCAB_SIZE = 5
+NUM_TOKENS = 4
+MAX_DRAFT_TOKENS = 5  # for automatic K
+DRAFT_S, SCORE_S = 0.01, 0.05  # what a draft token and a score are said to cost: K = 3 is best at the prior rate
+PROMPT = (0, 1, 4, 2, 1, 3, 0)  # each token has followed another, so that n-gram drafts never run dry
+
+History = tuple[int, ...]
+Answer = tuple[list[list[float]], torch.Tensor]  # target probabilities on the supports, laws outside them [K + 1, V]
 
 
 def markov_logits(seed: int, size: int = VOCAB_SIZE, scale: float = 1.5) -> torch.Tensor:
@@ -22,63 +34,134 @@ def markov_logits(seed: int, size: int = VOCAB_SIZE, scale: float = 1.5) -> torc
     return torch.tensor(np.random.default_rng(seed).normal(0, scale, (size, size)), dtype=torch.float32)
 
 
-def law_after(logits: torch.Tensor, history: Sequence[int], sampling: SamplingParams, num_prompt: int) -> torch.Tensor:
-    """Return the next-token law [V] after a history, sampling parameters applied."""
-    context = RowContext(sampling, history[:num_prompt], history[num_prompt:])
-    return next_token_rows(logits[history[-1]][None], [context], logits.shape[-1])[0]
+@dataclass(slots=True)
+class ToyModel:
+    """A Markov chain under sampling parameters; a law is computed once for each history (penalties read all of it)."""
+
+    logits: torch.Tensor  # [V, V]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    support_mass: float = 1.0
+    support_max: int = VOCAB_SIZE
+    prompt: History = PROMPT
+    _laws: dict[History, torch.Tensor] = field(default_factory=dict)
+    _rows: dict[History, Row] = field(default_factory=dict)
+    answers: dict[Hashable, Answer] = field(default_factory=dict)
+
+    def law(self, history: History) -> torch.Tensor:
+        """Return the next-token law [V] after a history."""
+        if history not in self._laws:
+            num_prompt = len(self.prompt)
+            context = RowContext(self.sampling, history[:num_prompt], history[num_prompt:])
+            logits = self.logits[history[-1]][None]
+            self._laws[history] = next_token_rows(logits, [context], logits.shape[-1])[0]
+        return self._laws[history]
+
+    def row(self, history: History) -> Row:
+        """Return the law as a draft's row."""
+        if history not in self._rows:
+            self._rows[history] = sparse_rows(self.law(history)[None], self.support_mass, self.support_max)[0]
+        return self._rows[history]
 
 
 @dataclass(slots=True)
 class ToyDrafter:
-    """Drafts from a Markov chain."""
+    """Drafts from a toy model."""
 
-    logits: torch.Tensor
-    sampling: SamplingParams
-    num_prompt: int = 1
-    support_mass: float = 1.0
-    support_max: int = VOCAB_SIZE
+    model: ToyModel
+    seed: int
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
         """Return K tokens, each with its row."""
-        tokens: list[int] = []
-        rows: list[Row] = []
+        tokens: History = ()
+        rows: tuple[Row, ...] = ()
         for position in range(num_draft_tokens):
-            law = law_after(self.logits, [*committed, *tokens], self.sampling, self.num_prompt)
-            row = sparse_rows(law[None], self.support_mass, self.support_max)[0]
-            rows.append(row)
-            tokens.append(draw(row, self._uniform(len(committed), position)))
-        return Drafted(Proposal(tuple(tokens), tuple(rows)), len(committed))
+            row = self.model.row((*committed, *tokens))
+            tokens += (self.draw(row, len(committed), position),)
+            rows += (row,)
+        return Drafted(Proposal(tokens, rows), len(committed), DRAFT_S * num_draft_tokens)
+
+    def draw(self, row: Row, committed_length: int, position: int) -> int:
+        """Draw a token of the proposal."""
+        return draw(row, randomness.uniform(self.seed, Key(committed_length, position, Purpose.DRAFT)))
 
     def keep(self, num_tokens: int, cached_len: int) -> None:
         """Nothing is held."""
 
-    def _uniform(self, length: int, position: int) -> float:
-        return uniform(self.sampling.seed or 0, Key(length, position, Purpose.DRAFT))
+
+@dataclass(slots=True)
+class RepeatingDrafter(ToyDrafter):
+    """Drafts as n-gram lookup does: the token that last followed the last one, for certain; else nothing."""
+
+    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+        """Return at most K tokens with one-hot rows."""
+        tokens: History = ()
+        while len(tokens) < num_draft_tokens:
+            follower = last_follower((*committed, *tokens))
+            if follower is None:
+                break
+            tokens += (follower,)
+        return Drafted(Proposal(tokens, tuple(Row((token,), (1.0,)) for token in tokens)), len(committed), DRAFT_S)
+
+
+def last_follower(history: Sequence[int]) -> int | None:
+    """Return the token behind the last earlier occurrence of the history's last token."""
+    followers = [after for before, after in pairwise(history) if before == history[-1]]
+    return followers[-1] if followers else None
+
+
+@dataclass(slots=True)
+class FlakyDrafter(ToyDrafter):
+    """Drafts, but its worker is away at every second call, and at others from the second token on."""
+
+    calls: int = 0
+
+    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+        """Return a proposal, a short one, or none."""
+        self.calls += 1
+        if (self.seed + self.calls) % 2:
+            return Drafted()
+        most = min(num_draft_tokens, 1) if self.seed % 3 == 0 else num_draft_tokens
+        return await ToyDrafter.propose(self, committed, most)
 
 
 @dataclass(slots=True)
 class ToyScorer:
-    """Scores with a Markov chain."""
+    """Scores with a toy model."""
 
-    logits: torch.Tensor
-    sampling: SamplingParams
-    num_prompt: int = 1
+    model: ToyModel
+    seed: int
 
     async def score(self, committed: list[int], proposal: Proposal) -> Scored:
         """Return the K + 1 rows."""
-        histories = [[*committed, *proposal.tokens[:index]] for index in range(len(proposal) + 1)]
-        laws = torch.stack([law_after(self.logits, h, self.sampling, self.num_prompt) for h in histories])
-        supports = [list(row.token_ids) for row in proposal.rows] + [[]]
-        tails = laws.clone()
+        probs, outside = self.answer(tuple(committed), proposal)
+        tokens, masses = draw_dense(outside, self.draws(len(committed), len(outside)))
+        return Scored(Scores(tuple(map(TargetRow, probs, masses, tokens))), len(committed), SCORE_S)
+
+    def answer(self, committed: History, proposal: Proposal) -> Answer:
+        """Return what does not depend on the seed; remembered, since generations are many and histories few."""
+        key = committed, proposal.tokens, tuple(row.token_ids for row in proposal.rows)
+        if key not in self.model.answers:
+            laws = self.laws(committed, proposal)
+            supports = [list(row.token_ids) for row in proposal.rows] + [[]]
+            probs = [law[support].tolist() for law, support in zip(laws, supports, strict=True)]
+            self.model.answers[key] = probs, self.tails(laws, supports)
+        return self.model.answers[key]
+
+    def laws(self, committed: History, proposal: Proposal) -> torch.Tensor:
+        """Return the target's law at each position [K + 1, V]."""
+        ends = range(len(proposal) + 1)
+        return torch.stack([self.model.law((*committed, *proposal.tokens[:end])) for end in ends])
+
+    def tails(self, laws: torch.Tensor, supports: list[list[int]]) -> torch.Tensor:
+        """Return the laws outside the supports [K + 1, V]."""
+        outside = laws.clone()
         for index, support in enumerate(supports):
-            tails[index, support] = 0
-        draws = uniforms(self.sampling.seed or 0, len(committed), len(supports), Purpose.TAIL)
-        tokens, masses = draw_dense(tails, draws)
-        rows = [
-            TargetRow(law[support].tolist(), mass, token)
-            for law, support, mass, token in zip(laws, supports, masses, tokens, strict=True)
-        ]
-        return Scored(Scores(tuple(rows)), len(committed), 0.0)
+            outside[index, support] = 0
+        return outside
+
+    def draws(self, committed_length: int, count: int) -> Sequence[float]:
+        """Return the uniforms of the tail tokens."""
+        return randomness.uniforms(self.seed, committed_length, count, Purpose.TAIL)
 
     def keep(self, num_tokens: int, cached_len: int) -> None:
         """Nothing is held."""
@@ -90,3 +173,24 @@ class NoText:
     def push(self, token: int) -> str:
         """Return nothing."""
         return ""
+
+
+def new_generation(model: ToyModel, seed: int, num_tokens: int) -> Generation:
+    """Return a generation of exactly so many tokens."""
+    limits = Limits(num_tokens, context_length=1000)
+    return Generation(model.prompt, replace(model.sampling, seed=seed), limits, NoText())
+
+
+Play = tuple[Generation, list[int]]  # a whole generation, and how many draft tokens each round accepted
+
+
+async def play(drafter: ToyDrafter, scorer: ToyScorer, draft_length: DraftLength, num_tokens: int = NUM_TOKENS) -> Play:
+    """Generate through the production loop."""
+    generation = new_generation(scorer.model, scorer.seed, num_tokens)
+    accepted: list[int] = []
+
+    async def commit(played: Round) -> None:
+        accepted.append(sum(entry.origin is Origin.ACCEPTED for entry in played.emitted))
+
+    await run_rounds(generation, drafter, scorer, draft_length, commit)
+    return generation, accepted

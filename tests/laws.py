@@ -1,0 +1,281 @@
+"""Laws, exact and counted: what the text's law is, how the production rule's is enumerated, and how samples compare.
+
+Nothing here calls the production sampling code: a law that is to judge it must come from elsewhere.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate, pairwise, product
+from math import prod
+
+import numpy as np
+import scipy.stats
+
+from coordinator.acceptance import accept
+from specdec.types import Proposal, Row, SamplingParams, Scores, TargetRow, Uniforms, Verdict
+
+History = tuple[int, ...]
+Law = Mapping[History, Fraction]  # of texts
+
+
+# ---- laws by enumeration, in fractions
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """Stands for the tail token of a row; the production code passes it through, and its law is filled in after."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A draft and a target with rational next-token laws; the draft's are sparse."""
+
+    target: Callable[[History], Sequence[Fraction]]  # dense, [V]
+    draft: Callable[[History], Row]
+
+
+@dataclass(frozen=True)
+class Enumeration:
+    """One round of the design, enumerated over every draw; a mutant overrides the one thing that it gets wrong."""
+
+    pair: Pair
+
+    def rule(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
+        """Apply the production rule."""
+        return accept(proposal, scores, uniforms)
+
+    def plays(self, history: History, num_draft_tokens: int) -> Iterator[tuple[Proposal, Scores, Uniforms, Fraction]]:
+        """Yield all that a round may draw, with its probability; together they are 1."""
+        for proposal, chance in self.proposals(history, num_draft_tokens):
+            scores = self.scores(history, proposal)
+            for uniforms, weight in self.uniforms(proposal, scores):
+                yield proposal, scores, uniforms, chance * weight
+
+    def proposals(self, history: History, num_draft_tokens: int) -> Iterator[tuple[Proposal, Fraction]]:
+        """Yield every proposal with its probability."""
+        if not num_draft_tokens:
+            yield Proposal(), Fraction(1)
+            return
+        row = self.pair.draft(history)
+        for token, chance in zip(row.token_ids, row.probs, strict=True):
+            for rest, weight in self.proposals((*history, token), num_draft_tokens - 1):
+                yield Proposal((token, *rest.tokens), (row, *rest.rows)), chance * weight
+
+    def scores(self, history: History, proposal: Proposal) -> Scores:
+        """Return what the target says of a proposal, tail tokens as markers."""
+        supports = [row.token_ids for row in proposal.rows] + [()]
+        return Scores(tuple(self.scored(history, proposal, i, support) for i, support in enumerate(supports)))
+
+    def scored(self, history: History, proposal: Proposal, index: int, support: Sequence[int]) -> TargetRow:
+        """Return one row of the scores."""
+        law = self.target_law(history, proposal, index)
+        outside = sum(prob for token, prob in enumerate(law) if token not in support)
+        return TargetRow([law[token] for token in support], outside, Tail(index))
+
+    def target_law(self, history: History, proposal: Proposal, index: int) -> Sequence[Fraction]:
+        """Return the target's law [V] at a position of the proposal."""
+        return self.pair.target((*history, *proposal.tokens[:index]))
+
+    def tail_law(self, history: History, proposal: Proposal, index: int) -> Law:
+        """Return the law of a row's tail token: the target's, outside the draft's support."""
+        support = proposal.rows[index].token_ids if index < len(proposal) else ()
+        return normalised({
+            token: prob
+            for token, prob in enumerate(self.target_law(history, proposal, index))
+            if token not in support and prob
+        })  # fmt: skip
+
+    def uniforms(self, proposal: Proposal, scores: Scores) -> Iterator[tuple[Uniforms, Fraction]]:
+        """Yield a uniform for every stretch on which no decision changes, with the stretch's probability."""
+        accepts = [midpoints(acceptance_breakpoints(proposal, scores, i)) for i in range(len(proposal))]
+        closes = midpoints([at for i in range(len(proposal)) for at in residual_breakpoints(proposal, scores, i)])
+        for *accepting, (close, length) in product(*accepts, closes):
+            weight = length * prod((size for _, size in accepting), start=Fraction(1))
+            yield Uniforms(tuple(uniform for uniform, _ in accepting), close), weight
+
+    def round_law(self, history: History, num_draft_tokens: int) -> Law:
+        """Return the law of the text behind one round."""
+        law: dict[History, Fraction] = defaultdict(Fraction)
+        for proposal, scores, uniforms, chance in self.plays(history, num_draft_tokens):
+            verdict = self.rule(proposal, scores, uniforms)
+            accepted = (*history, *proposal.tokens[: verdict.num_accepted])
+            for token, prob in self.closing(history, proposal, verdict).items():
+                law[*accepted, token] += chance * prob
+        return law
+
+    def closing(self, history: History, proposal: Proposal, verdict: Verdict) -> Mapping[int, Fraction]:
+        """Return the law of the token that closes a round."""
+        token = verdict.next_token
+        return self.tail_law(history, proposal, token.index) if isinstance(token, Tail) else {token: Fraction(1)}
+
+    def text_law(self, prompt: History, num_tokens: int, num_draft_tokens: Callable[[History], int]) -> Law:
+        """Return the law of the first `num_tokens` tokens behind the prompt, over as many rounds as that takes."""
+        rounds: dict[History, Law] = {}
+        open_texts: dict[History, Fraction] = {prompt: Fraction(1)}
+        law: dict[History, Fraction] = defaultdict(Fraction)
+        while open_texts:
+            history, chance = open_texts.popitem()
+            if history not in rounds:
+                rounds[history] = self.round_law(history, num_draft_tokens(history))
+            for text, prob in rounds[history].items():
+                whole = len(text) >= len(prompt) + num_tokens
+                into, key = (law, text[len(prompt) :][:num_tokens]) if whole else (open_texts, text)
+                into[key] = into.get(key, Fraction(0)) + chance * prob
+        return {text: prob for text, prob in law.items() if prob}
+
+
+EXTRA_BREAKPOINTS = (Fraction(1, 7), Fraction(5, 8))  # where nothing should change
+
+
+def acceptance_breakpoints(proposal: Proposal, scores: Scores, index: int) -> list[Fraction]:
+    """Return where the verdict on a draft token turns: p / q."""
+    row = proposal.rows[index]
+    probs = dict(zip(row.token_ids, zip(scores.rows[index].support_probs, row.probs, strict=True), strict=True))
+    target_prob, draft_prob = probs[proposal.tokens[index]]
+    return [Fraction(target_prob) / draft_prob] if draft_prob else []
+
+
+def residual_breakpoints(proposal: Proposal, scores: Scores, index: int) -> list[Fraction]:
+    """Return where the recovered token turns: the residual's cumulative weights over their sum."""
+    row, target = proposal.rows[index], scores.rows[index]
+    return cumulative_breakpoints(
+        [*(max(Fraction(0), p - q) for p, q in zip(target.support_probs, row.probs, strict=True)), target.tail_mass]
+    )
+
+
+def cumulative_breakpoints(weights: Sequence[Fraction]) -> list[Fraction]:
+    """Return where a draw by these weights turns."""
+    total = sum(weights)
+    return [Fraction(at) / total for at in accumulate(weights)] if total else []
+
+
+def midpoints(breakpoints: Sequence[Fraction]) -> list[tuple[Fraction, Fraction]]:
+    """Return the middle and the length of each stretch that breakpoints leave of [0, 1)."""
+    inside = {at for at in (*breakpoints, *EXTRA_BREAKPOINTS) if 0 < at < 1}
+    edges = sorted(inside | {Fraction(0), Fraction(1)})
+    return [((low + high) / 2, high - low) for low, high in pairwise(edges)]
+
+
+def normalised(weights: Mapping[int, Fraction]) -> Mapping[int, Fraction]:
+    """Divide by the sum."""
+    total = sum(weights.values())
+    return {token: weight / total for token, weight in weights.items()}
+
+
+def target_text_law(pair: Pair, prompt: History, num_tokens: int) -> Law:
+    """Return the law that the text must have: plain decoding of the target."""
+    law = {(): Fraction(1)}
+    for _ in range(num_tokens):
+        law = {
+            (*text, token): chance * prob
+            for text, chance in law.items()
+            for token, prob in enumerate(pair.target((*prompt, *text)))
+            if prob
+        }
+    return law
+
+
+def total_variation(one: Law, other: Law) -> Fraction:
+    """Return half the sum of the differences."""
+    return sum((abs(one.get(text, 0) - other.get(text, 0)) for text in one.keys() | other.keys()), Fraction(0)) / 2
+
+
+# ---- laws of models, in floats
+
+
+def reference_law(logits: np.ndarray, sampling: SamplingParams, prompt: History, completion: History) -> np.ndarray:
+    """Return a next-token law [V] in float64: the sampling parameters, written once more token by token."""
+    scores = [float(logit) for logit in logits]
+    scores = [score + sampling.logit_bias.get(token, 0.0) for token, score in enumerate(scores)]
+    scores = [penalised(score, token, sampling, prompt, completion) for token, score in enumerate(scores)]
+    if sampling.temperature == 0:
+        return np.eye(len(scores))[scores.index(max(scores))]
+    weights = np.exp((np.array(scores) - max(scores)) / sampling.temperature)
+    kept = np.where(survivors(weights / weights.sum(), sampling), weights, 0.0)
+    return kept / kept.sum()
+
+
+def penalised(score: float, token: int, sampling: SamplingParams, prompt: History, completion: History) -> float:
+    """Apply the repetition penalty to tokens seen at all, the other two to tokens of the completion."""
+    if token in prompt or token in completion:
+        score = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
+    count = completion.count(token)
+    return score - sampling.frequency_penalty * count - (sampling.presence_penalty if count else 0.0)
+
+
+def survivors(probs: np.ndarray, sampling: SamplingParams) -> np.ndarray:
+    """Say which tokens top_k, then top_p, then min_p leave [V]."""
+    order = [int(token) for token in np.argsort(-probs, kind="stable")]
+    if sampling.top_k:
+        order = [token for token in order if probs[token] >= probs[order[: sampling.top_k][-1]]]
+    total = sum(probs[token] for token in order)
+    before = [sum(probs[earlier] for earlier in order[:rank]) for rank in range(len(order))]
+    nucleus = [token for token, mass in zip(order, before, strict=True) if mass < sampling.top_p * total]
+    left = {token for token in nucleus if probs[token] >= sampling.min_p * probs[order[0]]}
+    return np.array([token in left for token in range(len(probs))])
+
+
+def joint_law(law_after: Callable[[History], np.ndarray], num_tokens: int) -> np.ndarray:
+    """Return the law of the first tokens as an array [V] * num_tokens, from next-token laws."""
+
+    def law_behind(text: History) -> np.ndarray:
+        law = np.asarray(law_after(text), dtype=np.float64)
+        if len(text) == num_tokens - 1:
+            return law
+        rest = [law_behind((*text, token)) for token in range(len(law))]
+        return np.stack([prob * law_of_rest for prob, law_of_rest in zip(law, rest, strict=True)])
+
+    return law_behind(())
+
+
+# ---- samples against laws
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A joint chi-square test."""
+
+    statistic: float
+    num_cells: int  # after pooling
+    p_value: float
+
+    def __str__(self) -> str:
+        return f"chi-square {self.statistic:.1f} over {self.num_cells} cells, p = {self.p_value:.2g}"
+
+
+MIN_EXPECTED = 5.0  # Cochran's rule: rarer cells are pooled
+
+
+def agreement(texts: Sequence[History], law: np.ndarray) -> Agreement:
+    """Test that texts are drawn from a joint law [V] * num_tokens."""
+    counts = Counter(texts)
+    observed = np.array([counts[text] for text in np.ndindex(law.shape)], dtype=np.float64)
+    expected = law.ravel() * len(texts)
+    if observed[expected == 0].any() or observed.sum() != len(texts):
+        return Agreement(np.inf, len(expected), 0.0)  # a text that the law rules out
+    observed, expected = pooled(observed, expected)
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    return Agreement(statistic, len(expected), float(scipy.stats.chi2.sf(statistic, max(len(expected) - 1, 1))))
+
+
+def pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Join the rarest cells until each expects enough."""
+    order = np.argsort(expected)
+    num_rare = int((expected < MIN_EXPECTED).sum())
+    while num_rare and expected[order[:num_rare]].sum() < MIN_EXPECTED:
+        num_rare += 1
+    rare, rest = order[:num_rare], order[num_rare:]
+    if not num_rare:
+        return observed, expected
+    return np.append(observed[rest], observed[rare].sum()), np.append(expected[rest], expected[rare].sum())
+
+
+def standard_deviations(num_successes: int, num_trials: int, probability: float) -> float:
+    """Return how far a count is from its mean, in its standard deviations."""
+    spread = (num_trials * probability * (1 - probability)) ** 0.5
+    distance = abs(num_successes - num_trials * probability)
+    return distance / spread if spread else (0.0 if distance < 1e-6 * num_trials else np.inf)
