@@ -199,7 +199,10 @@ def model(address: Address = DEFAULT_ADDRESS) -> None:
 @app.command()
 def version() -> None:
     """Print the version."""
-    print(f"specdec {importlib.metadata.version('specdec')}")
+    try:
+        print(f"specdec {importlib.metadata.version('specdec')}")
+    except importlib.metadata.PackageNotFoundError:
+        _fail("this is a checkout that is not installed; run make setup", FAILED)
 
 
 @app.command()
