@@ -256,7 +256,7 @@ def up(
 async def _serve(options: local.Options) -> None:
     """Run until a signal, then end the services in order; a second signal does not wait for them."""
     printer = terminal.LogPrinter(is_coloured=terminal.is_coloured(sys.stderr, os.environ))
-    stack = local.Stack(options, printer)
+    stack = local.running(options, printer)
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

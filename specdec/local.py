@@ -1,6 +1,6 @@
 """All of specdec on this machine, each service a process of its own, on loopback: what `specdec up` runs.
 
-    async with Stack(Options(target="models/target", draft="models/draft"), print_line) as stack:
+    async with running(Options(target="models/target", draft="models/draft"), print_line) as stack:
         client = Client(stack.address)
 
 Workers first, on free ports; once they serve, the coordinator; once it serves, one token as proof. They end in the
@@ -301,6 +301,11 @@ class Stack:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def running(options: Options, on_line: OnLine) -> Stack:
+    """Return the services, to be entered; `on_line(name, entry)` gets each line that one of them logs."""
+    return Stack(options, on_line)
 
 
 async def _serving(port: int, service: str) -> None:
