@@ -341,7 +341,8 @@ def redis_problems(documents: Sequence[Document]) -> Iterator[str]:
     )
     said = {name: value.strip() for name, value in lines}
     container = containers(named(documents, "StatefulSet", "redis"))[0]
-    expected = {"appendonly": "yes", "maxmemory-policy": "noeviction", "port": str(container_ports(container)["redis"])}
+    expected = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+    expected["port"] = str(container_ports(container)["redis"])
     yield from (f"redis.conf: {name} is {said.get(name)}" for name in expected if said.get(name) != expected[name])
     if said["dir"] not in [mount["mountPath"] for mount in container["volumeMounts"]]:
         yield f"redis.conf: dir is {said['dir']}, which no volume keeps"

@@ -319,6 +319,12 @@ def redis_that_forgets(documents: list[Document]) -> None:
     data["redis.conf"] = data["redis.conf"].replace("noeviction", "allkeys-lru")
 
 
+@mistake("demo", "redis.conf: appendfsync is everysec")
+def redis_that_answers_before_it_has_written(documents: list[Document]) -> None:
+    data = redis_configuration(documents)
+    data["redis.conf"] = data["redis.conf"].replace("appendfsync always", "appendfsync everysec")
+
+
 @mistake("demo", "redis.conf: the store uses hincrby, which its user may not")
 def command_that_is_not_allowed(documents: list[Document]) -> None:
     data = redis_configuration(documents)
