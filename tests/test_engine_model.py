@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.engine import CacheFull, EngineError, Feed, LanguageModel, ModelRefused, SequenceTooLong, lean
 from specdec.engine.attention import AttentionOptions, PackedAttention, Segment
-from specdec.engine.loading import looks_like_path
+from specdec.engine.loading import choose_dtype, looks_like_path
 from specdec.engine.model import BLOCK_TOKENS
 
 KV_CACHE_BYTES = 1 << 20
@@ -240,6 +240,14 @@ class TestRefusals:
         with pytest.raises(ModelRefused, match=r"no \*\.safetensors file.*convert"):
             load(tmp_path)
 
+    def test_pickled_weights_next_to_other_safetensors(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        own = AutoModelForCausalLM.from_pretrained(folder)
+        torch.save(own.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        with pytest.raises(ModelRefused, match="cannot be loaded"):
+            load(tmp_path)
+
     @pytest.mark.parametrize(
         ("key", "value", "says"),
         [
@@ -272,6 +280,23 @@ class TestRefusals:
     def test_a_cache_of_no_block(self, folder: Path) -> None:
         with pytest.raises(CacheFull, match="holds not one block"):
             load(folder, kv_cache_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("word", "width", "has_bfloat16", "chosen"),
+    [
+        ("auto", 256, True, torch.bfloat16),
+        ("auto", 128, True, torch.float32),
+        ("auto", 256, False, torch.float32),
+        ("bfloat16", 128, False, torch.bfloat16),
+        ("float32", 256, True, torch.float32),
+    ],
+)
+def test_auto_takes_the_faster_type(
+    word: str, width: int, has_bfloat16: bool, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16})
+    assert choose_dtype(word, torch.device("cpu"), width) is chosen
 
 
 def test_paths_are_told_from_hub_ids(tmp_path: Path) -> None:

@@ -102,8 +102,7 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 class Segment:
     """One sequence's share of the packed row."""
 
-    def __init__(self, sequence: Sequence, first_row: int, num_tokens: int) -> None:
-        self.rows = slice(first_row, first_row + num_tokens)
+    def __init__(self, sequence: Sequence, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.past = sequence.length
         self.first_slot = sequence.first_slot
@@ -140,9 +139,11 @@ class PackedAttention:
     """The plan of one forward: which rows belong to which sequence, and where its keys and values lie."""
 
     def __init__(self, segments: list[Segment], layers: list[LayerPool]) -> None:
-        self.segments = segments
         self.num_layers_done = 0
+        self._segments = segments
+        self._sizes = [segment.num_tokens for segment in segments]
         self._layers = layers
+        self._slots = self._written_slots() if len(segments) > 1 else None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -150,31 +151,29 @@ class PackedAttention:
         """See `Attends.attend`."""
         layer = self._layers[self.num_layers_done]
         self.num_layers_done += 1
-        if len(self.segments) == 1:
-            return self._attend_segment(self.segments[0], layer, query, key, value, options)
-        parts = []
-        for segment in self.segments:
-            rows = segment.rows
-            parts.append(self._attend_segment(segment, layer, query[rows], key[rows], value[rows], options))
-        return torch.cat(parts)
+        if self._slots is None:
+            layer.keys[self._segments[0].written] = key
+            layer.values[self._segments[0].written] = value
+            return _attend_segment(self._segments[0], layer, query, options)
+        layer.keys.index_copy_(0, self._slots, key)
+        layer.values.index_copy_(0, self._slots, value)
+        queries = torch.split(query, self._sizes)
+        parts = zip(self._segments, queries, strict=True)
+        return torch.cat([_attend_segment(segment, layer, part, options) for segment, part in parts])
 
-    def _attend_segment(
-        self,
-        segment: Segment,
-        layer: LayerPool,
-        query: torch.Tensor,
-        new_keys: torch.Tensor,
-        new_values: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        layer.keys[segment.written] = new_keys
-        layer.values[segment.written] = new_values
-        first = segment.first_visible(options.window)
-        keys = layer.keys_by_head.narrow(2, segment.first_slot + first, segment.total - first)
-        values = layer.values_by_head.narrow(2, segment.first_slot + first, segment.total - first)
-        if options.softcap is None and options.sinks is None:
-            return _attend_fast(segment, query, keys, values, options)
-        return _attend_plainly(segment, query, keys, values, options)
+    def _written_slots(self) -> torch.Tensor:
+        slots = [slot for segment in self._segments for slot in range(segment.written.start, segment.written.stop)]
+        return torch.tensor(slots, device=self._layers[0].keys.device)  # [total]
+
+
+def _attend_segment(segment: Segment, layer: LayerPool, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Attend from one sequence's new tokens to all that it holds: [new, heads, size] -> [new, heads, value_size]."""
+    first = segment.first_visible(options.window)
+    keys = layer.keys_by_head.narrow(2, segment.first_slot + first, segment.total - first)
+    values = layer.values_by_head.narrow(2, segment.first_slot + first, segment.total - first)
+    if options.softcap is None and options.sinks is None:
+        return _attend_fast(segment, query, keys, values, options)
+    return _attend_plainly(segment, query, keys, values, options)
 
 
 def _grouped(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

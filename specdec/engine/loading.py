@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from specdec.engine.errors import ModelRefused
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # the others keep state that cannot be truncated
+MIN_BFLOAT16_WIDTH = 256  # on the CPU: below, a bfloat16 product's overhead (15 us) is more than its weights cost
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -23,22 +24,23 @@ def choose_device(device: str) -> torch.device:
     return torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the type for "auto", "float32" or "bfloat16"; auto is bfloat16 where the device computes it fast."""
+def choose_dtype(dtype: str, device: torch.device, width: int) -> torch.dtype:
+    """Return the type for "auto", "float32" or "bfloat16"; auto is bfloat16 where the device computes it faster."""
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
         raise ModelRefused(f"dtype {dtype!r} is unknown; use auto, float32 or bfloat16")
-    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_is_fast_in_bfloat16()
-    return torch.bfloat16 if fast else torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if width >= MIN_BFLOAT16_WIDTH and _cpu_has_bfloat16() else torch.float32
 
 
-def _cpu_is_fast_in_bfloat16() -> bool:
+def _cpu_has_bfloat16() -> bool:
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
 
 
-def load_pretrained(name_or_path: str, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def load_pretrained(name_or_path: str, device: torch.device, dtype: str) -> PreTrainedModel:
     """Return the model on `device` in evaluation mode, attending with transformers' own functions.
 
     Raises ModelRefused for whatever keeps it from being loaded safely and served exactly.
@@ -53,7 +55,7 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: torch.dtype)
         model = AutoModelForCausalLM.from_pretrained(
             name_or_path,
             config=config,
-            dtype=dtype,
+            dtype=choose_dtype(dtype, device, _width(config)),
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="eager",
@@ -63,6 +65,10 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: torch.dtype)
     _refuse_recurrent(name_or_path, model)
     nn.Module.to(model, device)
     return nn.Module.eval(model)
+
+
+def _width(config: PreTrainedConfig) -> int:
+    return getattr(config.get_text_config(decoder=True), "hidden_size", MIN_BFLOAT16_WIDTH)
 
 
 def looks_like_path(name_or_path: str) -> bool:

@@ -19,7 +19,7 @@ from specdec.engine.errors import EngineError, ModelRefused, SequenceTooLong
 from specdec.engine.kv import KvCache, LayerShape, Sequence
 from specdec.engine.lean import LeanDecoder, is_lean
 from specdec.engine.linear import pack_linears
-from specdec.engine.loading import choose_device, choose_dtype, load_pretrained
+from specdec.engine.loading import choose_device, load_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +70,14 @@ class LanguageModel:
         """Load a transformers causal LM by hub id or local folder.
 
         `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
-        computes it fast). The cache takes `kv_cache_bytes` bytes. Only safetensors weights are read, and no code that
+        computes it faster). The cache takes `kv_cache_bytes` bytes. Only safetensors weights are read, and no code that
         comes with a model is run. Raises ModelRefused when the model cannot be loaded or served exactly, CacheFull
         when the bytes hold not one block.
         """
         chosen_device = choose_device(device)
-        chosen_dtype = choose_dtype(dtype, chosen_device)
 
         def serve(lean: bool) -> "LanguageModel":
-            pretrained = load_pretrained(name_or_path, chosen_device, chosen_dtype)
+            pretrained = load_pretrained(name_or_path, chosen_device, dtype)
             lean = lean and is_lean(pretrained)
             twin = float32_copy(pretrained) if self_check else None
             try:
@@ -154,7 +153,7 @@ class LanguageModel:
         positions: list[int] = []
         rows: list[int] = []
         for feed in feeds:
-            segment = Segment(feed.sequence, len(tokens), len(feed.tokens))
+            segment = Segment(feed.sequence, len(feed.tokens))
             segments.append(segment)
             tokens += feed.tokens
             positions += range(segment.past, segment.total)
