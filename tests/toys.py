@@ -6,6 +6,7 @@ They use the production sampling code, rows, keys and supports; only the models 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from coordinator.workers import Drafted, Scored
 from specdec import randomness
 from specdec.randomness import Key, Purpose
 from specdec.sampling import RowContext, draw, draw_dense, next_token_rows, sparse_rows
-from specdec.types import Origin, Proposal, Row, SamplingParams, Scores, TargetRow
+from specdec.types import Proposal, Row, SamplingParams, Scores, TargetRow
 
 VOCAB_SIZE = 5
 NUM_TOKENS = 4
@@ -181,16 +182,23 @@ def new_generation(model: ToyModel, seed: int, num_tokens: int) -> Generation:
     return Generation(model.prompt, replace(model.sampling, seed=seed), limits, NoText())
 
 
-Play = tuple[Generation, list[int]]  # a whole generation, and how many draft tokens each round accepted
+class Play(NamedTuple):
+    """A whole generation."""
+
+    tokens: History
+    num_drafted: int  # in the first round
+    num_accepted: int  # in the first round
 
 
 async def play(drafter: ToyDrafter, scorer: ToyScorer, draft_length: DraftLength, num_tokens: int = NUM_TOKENS) -> Play:
     """Generate through the production loop."""
     generation = new_generation(scorer.model, scorer.seed, num_tokens)
-    accepted: list[int] = []
+    rounds: list[Round] = []
 
     async def commit(played: Round) -> None:
-        accepted.append(sum(entry.origin is Origin.ACCEPTED for entry in played.emitted))
+        rounds.append(played)
 
     await run_rounds(generation, drafter, scorer, draft_length, commit)
-    return generation, accepted
+    first = rounds[0].statistics
+    tokens = tuple(entry.token for entry in generation.emitted)
+    return Play(tokens, first.num_draft_tokens, first.num_accepted_tokens)
