@@ -12,6 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 # enough of the prompt for decoders that treat a text's first token differently (leading spaces of SentencePiece)
 PRIMING_TOKENS = 8
+REPLACEMENT = "\ufffd"  # what stands for bytes that are no UTF-8
 
 
 class Detokenizer(Protocol):
@@ -27,25 +28,38 @@ class StreamDetokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._stream = self._primed(prompt[-PRIMING_TOKENS:])
+        self._stream = self._primed(prompt)
+        self._pending: list[int] = []  # tokens whose text is still to come
 
     def push(self, token: int) -> str:
         """Return the text that this token completes; empty while a character is unfinished."""
+        self._pending.append(token)
         try:
-            return self._stream.step(self._tokenizer, token) or ""
+            text = self._stream.step(self._tokenizer, token)
         except Exception:
-            # bytes that are no UTF-8 can leave the decoder without a valid prefix: begin afresh behind them
-            self._stream = DecodeStream(skip_special_tokens=True)
-            return ""
+            # bytes that are no UTF-8 can spoil the text of those before them: begin afresh behind what was said
+            self._stream, text = self._begun(self._pending)
+        if text:
+            self._pending.clear()
+        return text or ""
 
-    def _primed(self, tokens: Sequence[int]) -> DecodeStream:
-        stream = DecodeStream(skip_special_tokens=True)
+    def _primed(self, prompt: Sequence[int]) -> DecodeStream:
+        """Begin a little before the prompt's end, where a character begins: half of one would spoil what follows."""
+        for size in range(PRIMING_TOKENS, 2 * PRIMING_TOKENS):
+            stream, text = self._begun(prompt[-size:])
+            if size >= len(prompt) or (text and not text.startswith(REPLACEMENT)):
+                break
+        return stream
+
+    def _begun(self, tokens: Sequence[int]) -> tuple[DecodeStream, str]:
+        """Return a stream that has seen these tokens, and their text."""
+        stream, text = DecodeStream(skip_special_tokens=True), ""
         for token in tokens:
             try:
-                stream.step(self._tokenizer, token)
+                text += stream.step(self._tokenizer, token) or ""
             except Exception:
                 stream = DecodeStream(skip_special_tokens=True)
-        return stream
+        return stream, text
 
 
 class StopText:
