@@ -12,12 +12,14 @@ import os
 import re
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.child import Child, OnLine
@@ -38,6 +40,7 @@ from specdec.rpc import open_channel
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NO_DRAFT, NGRAM_ONLY = "none", "ngram"
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
+ASK_AGAIN_S = 0.1  # where a service was cut off while it was asked for its health
 WARM_UP_S = 120.0  # a first forward may compile
 
 
@@ -150,6 +153,7 @@ def environment_of(command: Command, environment: Mapping[str, str]) -> dict[str
         "OMP_WAIT_POLICY": "passive",
         "GRPC_VERBOSITY": "ERROR",
         "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",  # its bars are no lines
     }
     return defaults | kept
 
@@ -309,9 +313,12 @@ def running(options: Options, on_line: OnLine) -> Stack:
 
 
 async def _serving(port: int, service: str) -> None:
-    """Return once the service on this port of loopback says that it serves."""
+    """Return once the service on this port of loopback says that it serves; one that ends is noticed elsewhere."""
     request = health_pb2.HealthCheckRequest(service=f"specdec.v1.{service}Service")
     async with open_channel(f"127.0.0.1:{port}") as channel:
-        async for answer in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True):
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                async for answer in health_pb2_grpc.HealthStub(channel).Watch(request, wait_for_ready=True):
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            await asyncio.sleep(ASK_AGAIN_S)
