@@ -1,0 +1,108 @@
+"""DraftService: checks what arrives, lets a drafter draft, and packs the answer."""
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from draft_service.drafters import Ask, Drafted, Drafter
+from specdec import wire
+from specdec.claims import Claims, Session, SessionStream, session_from_proto
+from specdec.errors import InvalidArgument
+from specdec.telemetry import get_logger
+from specdec.types import MAX_DRAFT_TOKENS
+from specdec.v1 import draft_pb2, draft_pb2_grpc
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Serves one or more drafters; the first is the default."""
+
+    def __init__(self, drafters: Mapping[str, Drafter]) -> None:
+        self._drafters = drafters
+        self._claims = Claims()
+
+    async def GetDraft(self, request: draft_pb2.GetDraftRequest, context: Any) -> draft_pb2.GetDraftResponse:
+        """Say what this worker drafts with."""
+        drafters = [
+            draft_pb2.Drafter(name=drafter.name, model=wire.model_to_proto(drafter.model))
+            for drafter in self._drafters.values()
+        ]
+        return draft_pb2.GetDraftResponse(drafters=drafters)
+
+    async def Propose(self, requests: AsyncIterator[draft_pb2.ProposeRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
+        """Answer each round of one session, until the stream ends."""
+        stream = SessionStream(requests, "propose")
+        opening = await stream.opening()
+        if opening is None:
+            return
+        drafter = self._drafter(opening.drafter)
+        session = session_from_proto(opening.session, drafter.model.vocab_size or None)
+        self._claims.check(session)
+        num_rounds = 0
+        try:
+            async for message in stream.rounds():
+                self._claims.check(session)
+                # only a stream's first round may find tokens that it has not sent: those of the stream before it
+                await context.write(await _proposed(drafter, session, message, match=num_rounds == 0))
+                num_rounds += 1
+            if stream.closed:
+                self._claims.check(session)
+                drafter.forget(session)
+        finally:
+            get_logger().info(
+                "session_left",
+                session=session.session_id,
+                epoch=session.epoch,
+                drafter=drafter.name,
+                rounds=num_rounds,
+                closed=stream.closed,
+            )
+
+    def _drafter(self, name: str) -> Drafter:
+        chosen = name or next(iter(self._drafters))
+        if chosen not in self._drafters:
+            raise InvalidArgument({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
+        return self._drafters[chosen]
+
+
+async def _proposed(
+    drafter: Drafter, session: Session, message: draft_pb2.Propose, match: bool
+) -> draft_pb2.ProposeResponse:
+    ask = _checked(drafter, message)
+    drafted = await drafter.propose(session, ask, match)
+    _report(drafter, session, ask, drafted)
+    return draft_pb2.ProposeResponse(
+        tokens=drafted.proposal.tokens,
+        rows=wire.rows_to_proto(drafted.proposal.rows),
+        cached_len=drafted.cached_len,
+        timing=wire.timing_to_proto(drafted.timing),
+    )
+
+
+def _checked(drafter: Drafter, message: draft_pb2.Propose) -> Ask:
+    """Check a round, so that nothing in it can harm another session. Raises InvalidArgument."""
+    model = drafter.model
+    if message.num_draft_tokens > MAX_DRAFT_TOKENS:
+        problem = f"is {message.num_draft_tokens}; the most is {MAX_DRAFT_TOKENS}"
+        raise InvalidArgument({"propose.num_draft_tokens": problem})
+    length = message.start + len(message.tokens)
+    if not length:
+        raise InvalidArgument({"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"})
+    if model.vocab_size:
+        wire.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
+    if model.context_length and length > model.context_length:
+        problem = f"would be {length} tokens long; this worker's context holds {model.context_length}"
+        raise InvalidArgument({"propose": problem})
+    return Ask(message.start, list(message.tokens), message.num_draft_tokens)
+
+
+def _report(drafter: Drafter, session: Session, ask: Ask, drafted: Drafted) -> None:
+    get_logger().debug(
+        "round_drafted",
+        session=session.session_id,
+        drafter=drafter.name,
+        start=ask.start,
+        num_tokens=len(ask.tokens),
+        num_draft_tokens=len(drafted.proposal),
+        queue_s=drafted.timing.queue_s,
+        forward_s=drafted.timing.forward_s,
+        total_s=drafted.timing.total_s,
+    )

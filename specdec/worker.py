@@ -1,0 +1,120 @@
+"""What both workers do with a model: load and describe it, run tasks on it, and watch that it makes progress."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.config import ModelSettings
+from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
+from specdec.errors import Internal, Unavailable
+from specdec.rpc import Server
+from specdec.telemetry import get_logger
+from specdec.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
+from specdec.types import ModelInfo
+
+STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
+WATCH_S = 1.0
+
+
+async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
+    """Load the model on a thread of its own, so that health answers meanwhile.
+
+    Raises ModelRefused, CacheFull or TokenizerMissing.
+    """
+    torch.set_num_threads(settings.num_threads)
+    return await asyncio.to_thread(_load, settings, name)
+
+
+def _load(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
+    model = LanguageModel.load(
+        name, device=settings.device, dtype=settings.dtype, kv_cache_bytes=settings.kv_cache_bytes
+    )
+    return model, describe(model, tokenizer_folder(name))
+
+
+def describe(model: LanguageModel, folder: Path) -> ModelInfo:
+    """Return what there is to compare between a draft and a target."""
+    tokenizer = load_tokenizer(str(folder))
+    path = Path(model.name).expanduser()
+    return ModelInfo(
+        name=path.resolve().name if path.is_dir() else model.name,
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        # a tokenizer may know more than the model: what the model cannot read is no token of it
+        vocab_size=min(num_token_ids(tokenizer), model.num_token_ids, model.vocab_size),
+        # what does not fit into the whole cache can never be served
+        context_length=min(model.context_length, model.cache.num_tokens),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        eos_token_ids=eos_token_ids(folder),
+    )
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a text: what the model's makers generate with, else what its configuration says."""
+    config = _read_json(folder / "config.json")
+    for source in (_read_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return content
+
+
+def new_engine(settings: ModelSettings, model: LanguageModel, processor: Processor[Any]) -> EngineLoop[Any]:
+    """Return the engine that the settings ask for, not yet started. Raises EngineError for settings that clash."""
+    return EngineLoop(
+        model,
+        processor,
+        max_batch_tokens=settings.max_batch_tokens,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+    )
+
+
+@asynccontextmanager
+async def running(
+    engine: EngineLoop[Any], server: Server, stalled_s: float = STALLED_S, watch_s: float = WATCH_S
+) -> AsyncIterator[None]:
+    """Run the engine; while it makes no progress the server is not ready."""
+    engine.start()
+    watching = asyncio.create_task(_watch(engine, server, stalled_s, watch_s))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        await asyncio.to_thread(engine.stop)
+
+
+async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watch_s: float) -> None:
+    was_stalled = False
+    while True:
+        await asyncio.sleep(watch_s)
+        stalled = engine.is_stalled(stalled_s)
+        if stalled != was_stalled:
+            get_logger().error("engine_stalled", stalled=stalled, step_age_s=engine.last_step_age_s)
+            await server.set_ready(not stalled)
+        was_stalled = stalled
+
+
+async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:
+    """Run a task to its end. Raises its SpecdecError or CacheMiss; Unavailable where the engine is gone."""
+    try:
+        return await engine.run(task)
+    except CacheMiss:
+        raise
+    except EngineError as error:
+        if engine.is_stalled(math.inf):
+            raise Unavailable("the engine has stopped; ask another worker") from error
+        get_logger().error("task_failed", error=type(error).__name__)
+        raise Internal from error

@@ -1,0 +1,42 @@
+"""`python -m target_service`: the one place that knows all concrete classes of the target worker."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from specdec.config import TargetSettings, load
+from specdec.engine import EngineError
+from specdec.rpc import Server, run_service
+from specdec.v1 import target_pb2_grpc
+from specdec.worker import load_model, new_engine, running
+from target_service.metrics import METRICS
+from target_service.scorer import Scorer
+from target_service.servicer import TargetServicer
+
+SERVICE = "specdec.v1.TargetService"
+
+
+def main() -> None:
+    """Run the worker until it is told to stop; exit with 1 and one sentence if it cannot start."""
+    settings = load(TargetSettings, "target_service")
+    try:
+        asyncio.run(run_service(settings, "target", SERVICE, lambda server: built(settings, server)))
+    except (EngineError, OSError, ValueError) as error:
+        sys.exit(f"target_service: {error}")
+
+
+@asynccontextmanager
+async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]:
+    """Build the worker on a listening server; yield once the model is loaded."""
+    model, info = await load_model(settings, settings.model)
+    scorer = Scorer(info.vocab_size)
+    engine = new_engine(settings, model, scorer)
+    METRICS.watch(engine)
+    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine, scorer, info), server.grpc)
+    async with running(engine, server):
+        yield
+
+
+if __name__ == "__main__":
+    main()

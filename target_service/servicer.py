@@ -1,0 +1,116 @@
+"""TargetService: checks what arrives, runs it through the engine, and packs the answer."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from specdec import wire
+from specdec.claims import Claims, Session, SessionStream, session_from_proto
+from specdec.engine import CacheMiss, EngineLoop
+from specdec.errors import InvalidArgument
+from specdec.telemetry import get_logger
+from specdec.types import MAX_DRAFT_TOKENS, MAX_SUPPORT_TOKENS, ModelInfo, Timing
+from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
+from specdec.worker import run_task
+from target_service.metrics import METRICS
+from target_service.scorer import Round, Scorer, ScoreTask
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Serves one model."""
+
+    def __init__(self, engine: EngineLoop[ScoreTask], scorer: Scorer, model: ModelInfo) -> None:
+        self._engine = engine
+        self._scorer = scorer
+        self._model = model
+        self._claims = Claims()
+
+    async def GetTarget(self, request: target_pb2.GetTargetRequest, context: Any) -> target_pb2.GetTargetResponse:
+        """Say what this worker scores with."""
+        return target_pb2.GetTargetResponse(model=wire.model_to_proto(self._model))
+
+    async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
+        """Answer each round of one session, until the stream ends."""
+        stream = SessionStream(requests, "score")
+        opening = await stream.opening()
+        if opening is None:
+            return
+        session = session_from_proto(opening.session, self._model.vocab_size)
+        self._claims.check(session)
+        num_rounds = 0
+        try:
+            async for message in stream.rounds():
+                self._claims.check(session)
+                # only a stream's first round may find tokens that it has not sent: those of the stream before it
+                await context.write(await self._score(session, message, match=num_rounds == 0))
+                num_rounds += 1
+            if stream.closed:
+                self._claims.check(session)
+                self._engine.forget(session.session_id)
+        finally:
+            get_logger().info(
+                "session_left", session=session.session_id, epoch=session.epoch, rounds=num_rounds, closed=stream.closed
+            )
+
+    async def _score(self, session: Session, message: target_pb2.Score, match: bool) -> target_pb2.ScoreResponse:
+        given = self._checked(message)
+        task = self._scorer.task(session, given, match)
+        try:
+            scores = await run_task(self._engine, task)
+        except CacheMiss as miss:
+            return target_pb2.ScoreResponse(cached_len=miss.cached_length, load=self._load())
+        self._report(session, given, task)
+        response = wire.scores_to_proto(scores)
+        response.cached_len = given.committed_length + len(given.draft_tokens)
+        timings = task.timings
+        response.timing.CopyFrom(wire.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
+        response.load.CopyFrom(self._load())
+        return response
+
+    def _checked(self, message: target_pb2.Score) -> Round:
+        """Check a round, so that nothing in it can harm another session. Raises InvalidArgument."""
+        num_drafted = len(message.draft_tokens)
+        if not message.tokens:
+            raise InvalidArgument({"score.tokens": "is empty; repeat at least the last committed token"})
+        if num_drafted > MAX_DRAFT_TOKENS:
+            raise InvalidArgument({"score.draft_tokens": f"has {num_drafted}; the most is {MAX_DRAFT_TOKENS}"})
+        wire.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
+        wire.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
+        length = message.start + len(message.tokens) + num_drafted
+        if length > self._model.context_length:
+            problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
+            raise InvalidArgument({"score": problem})
+        supports = self._supports(message.supports, message.draft_tokens)
+        return Round(message.start, list(message.tokens), list(message.draft_tokens), supports)
+
+    def _supports(self, message: types_pb2.SparseRows, draft_tokens: Any) -> list[list[int]]:
+        field, num_drafted = "score.supports", len(draft_tokens)
+        if len(message.sizes) != wire.UINT32.itemsize * num_drafted:
+            raise InvalidArgument({field: f"has {len(message.sizes)} bytes of sizes for {num_drafted} draft tokens"})
+        if len(message.token_ids) > wire.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
+            raise InvalidArgument({field: f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
+        try:
+            supports = wire.supports_from_proto(message)
+        except wire.MalformedReply as error:
+            raise InvalidArgument({field: f"is malformed: {error}"}) from None
+        for token, support in zip(draft_tokens, supports, strict=True):
+            wire.check_tokens(support, self._model.vocab_size, field)
+            if token not in support:
+                raise InvalidArgument({field: "lacks its own draft token; a row must hold what was drawn from it"})
+        return supports
+
+    def _report(self, session: Session, given: Round, task: ScoreTask) -> None:
+        METRICS.observe_round(len(given.draft_tokens) + 1, task.timings)
+        get_logger().debug(
+            "round_scored",
+            session=session.session_id,
+            start=given.start,
+            num_tokens=len(given.tokens),
+            num_draft_tokens=len(given.draft_tokens),
+            queue_s=task.timings.queue_s,
+            forward_s=task.timings.forward_s,
+            total_s=task.timings.total_s,
+        )
+
+    def _load(self) -> types_pb2.Load:
+        load = self._engine.load
+        return types_pb2.Load(num_waiting=load.num_waiting, num_running=load.num_running, kv_cache_usage=load.kv_usage)
