@@ -13,7 +13,7 @@ import torch
 
 from specdec.engine import CacheFull, CacheMiss, EngineError, EngineLoop, Feed, KvCache, LanguageModel, Task
 from specdec.engine.kv import LayerShape
-from specdec.engine.loop import DECODING_TOKENS
+from specdec.engine.schedule import DECODING_TOKENS
 
 VOCAB_SIZE = 97
 MODULUS = 89

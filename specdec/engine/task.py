@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from specdec.engine.errors import CacheMiss
+from specdec.engine.errors import CacheMiss, EngineError
 from specdec.engine.kv import Sequence
 
 ResultT = TypeVar("ResultT")
@@ -38,7 +38,19 @@ class Task(Generic[ResultT]):
         self.timings = Timings()
         self.done = False
         self._first_claim = (tuple(tokens), num_rows)
-        self._seat: _Seat[ResultT] | None = None
+        self._seat: Seat[ResultT] | None = None
+
+    @property
+    def seat(self) -> "Seat[ResultT]":
+        """What the loop remembers of the task."""
+        assert self._seat is not None
+        return self._seat
+
+    def take(self, seat: "Seat[ResultT]") -> None:
+        """Enter a loop; a task runs once."""
+        if self._seat is not None:
+            raise EngineError(f"task {self.key!r} was already run; make a new one")
+        self._seat = seat
 
     def prepare(self) -> None:
         """Truncate the sequence to `start`; raise CacheMiss, or end the task here, when it holds less.
@@ -64,12 +76,13 @@ class Task(Generic[ResultT]):
             self.timings.total_s = time.perf_counter() - self._seat.arrived_s
             self._seat.result, self._seat.error = result, error
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Go back to the tokens and rows that the task was made with."""
         tokens, self.num_rows = self._first_claim
         self.tokens = list(tokens)
 
 
-class _Seat(Generic[ResultT]):
+class Seat(Generic[ResultT]):
     """What the loop remembers of a task: who awaits it, and where it stands."""
 
     def __init__(self, number: int) -> None:
