@@ -12,7 +12,8 @@ PIP := $(BIN)/pip --disable-pip-version-check install -qq --constraint constrain
 INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/specdec/v1/*.proto)
 STUBS := specdec/v1/types_pb2.py
-IMAGES := coordinator target draft
+IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup redis protos lint format types test demo law bench image clean
@@ -75,8 +76,9 @@ law: setup ## Show that the text has the target's law
 bench: setup ## Measure speed over draft lengths and loads
 	$(BIN)/python -m benchmarks.bench
 
-image: ## Build the container images
-	for name in $(IMAGES); do docker build --target $$name --tag specdec-$$name --file deploy/Dockerfile . || exit 1; done
+image: ## Build the container images, also those with the demo pair inside
+	for name in $(IMAGES); do \
+	  docker build --file deploy/Dockerfile --target $$name --tag specdec-$$name:$(VERSION) . || exit 1; done
 
 clean: ## Remove .venv and everything that was generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
