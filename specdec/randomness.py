@@ -34,7 +34,10 @@ class Key(NamedTuple):
 
 def uniform(seed: int, key: Key) -> float:
     """Return the 53-bit uniform in [0, 1) that belongs to this key."""
-    bits = np.random.Philox(key=[seed, int(key.purpose)], counter=[key.position, key.committed_length, 0, 0])
+    # typed arrays: numpy takes a list with a number of 2**63 or more for floats, and seeds would be rounded together
+    philox_key = np.array([seed, int(key.purpose)], dtype=np.uint64)
+    counter = np.array([key.position, key.committed_length, 0, 0], dtype=np.uint64)
+    bits = np.random.Philox(key=philox_key, counter=counter)
     return float(int(bits.random_raw()) >> 11) * 2.0**-53
 
 
