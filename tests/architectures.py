@@ -115,6 +115,8 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
+RECURRENT = {"mamba", "lfm2", "qwen3_next"}  # refused for what they keep, the others for what they do not call
+
 
 def build(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Save the tiny model `name`, float32 and always the same, and return `folder`."""

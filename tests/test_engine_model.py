@@ -117,7 +117,8 @@ def assert_served_exactly(folder: Path, model: LanguageModel) -> None:
 
 @pytest.mark.parametrize("name", architectures.REFUSED)
 def test_other_architectures_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelRefused, match=r"choose (one|a model)"):
+    reason = "rolled back" if name in architectures.RECURRENT else "attention interface"
+    with pytest.raises(ModelRefused, match=rf"{reason}.*; choose (one|a model)"):
         load(architectures.build(name, tmp_path))
 
 
@@ -201,6 +202,21 @@ def test_a_cache_too_small_for_the_batch_is_full(folder: Path) -> None:
     with pytest.raises(CacheFull, match="more bytes"):
         model.forward([Feed(two, [1] * (BLOCK_TOKENS + 1), 1)])
     assert (one.length, two.length) == (BLOCK_TOKENS, 0)
+
+
+def test_batch_mates_do_not_evict_one_another(folder: Path) -> None:
+    model = load(folder, kv_cache_bytes=3 * 2 * 2 * 12 * 4 * BLOCK_TOKENS * 2)  # two blocks
+    one, two = model.cache.open("one"), model.cache.open("two")
+    model.forward([Feed(one, [1] * 5, 0)])
+    with pytest.raises(CacheFull):
+        model.forward([Feed(one, [1], 1), Feed(two, [1] * (BLOCK_TOKENS + 1), 1)])
+    assert (one.length, two.length, one.num_pins) == (5, 0, 0)
+
+
+def test_a_sequence_is_fed_once(model: LanguageModel) -> None:
+    sequence = model.cache.open("a")
+    with pytest.raises(EngineError, match="fed twice"):
+        model.forward([Feed(sequence, [1], 1), Feed(sequence, [2], 1)])
 
 
 class TestSelfCheck:

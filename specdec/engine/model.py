@@ -6,7 +6,8 @@ about a model's architecture stays in transformers; only its attention function 
 
 import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.attention import ATTENTION_NAME, PackedAttention, Segment, ShapeProbe, attending
 from specdec.engine.check import float32_copy, make_check, num_embeddings
-from specdec.engine.errors import EngineError, ModelRefused, SequenceTooLong
+from specdec.engine.errors import CacheFull, EngineError, ModelRefused, SequenceTooLong
 from specdec.engine.kv import KvCache, LayerShape, Sequence
 from specdec.engine.lean import LeanDecoder, is_lean
 from specdec.engine.linear import pack_linears
@@ -24,8 +25,11 @@ from specdec.engine.loading import choose_device, load_pretrained
 logger = logging.getLogger(__name__)
 
 BLOCK_TOKENS = 32  # half a block is lost per sequence; growing into a new block costs some microseconds
+CHECK_CACHE_BYTES = 64 << 20  # for two short prompts of a model small enough to be copied
 
-CHECK_CACHE_BYTES = 64 << 20  # for the self-check's two short prompts, which no model stores in more
+
+class _LeanFailed(Exception):
+    """The lean decoder cannot serve the model, or not exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +78,43 @@ class LanguageModel:
         comes with a model is run. Raises ModelRefused when the model cannot be loaded or served exactly, CacheFull
         when the bytes hold not one block.
         """
-        chosen_device = choose_device(device)
+        arguments = (name_or_path, choose_device(device), dtype, kv_cache_bytes, block_tokens, self_check)
+        try:
+            return cls._serve(*arguments, lean=True)
+        except _LeanFailed as failure:
+            logger.warning("%s; it is served through transformers' own forward", failure)
+            return cls._serve(*arguments, lean=False)
 
-        def serve(lean: bool) -> "LanguageModel":
-            pretrained = load_pretrained(name_or_path, chosen_device, dtype)
-            lean = lean and is_lean(pretrained)
-            twin = float32_copy(pretrained) if self_check else None
-            try:
-                if twin is not None:
-                    cls._checked(twin, True, name_or_path, CHECK_CACHE_BYTES, block_tokens, lean)
-                return cls._checked(pretrained, self_check, name_or_path, kv_cache_bytes, block_tokens, lean)
-            except ModelRefused as refusal:
-                if not lean:
-                    raise
-                logger.warning("the lean decoder does not serve %s, transformers' own forward will: %s", name, refusal)
-            return serve(lean=False)
+    @classmethod
+    def _serve(
+        cls,
+        name: str,
+        device: torch.device,
+        dtype: str,
+        kv_cache_bytes: int,
+        block_tokens: int,
+        self_check: bool,
+        *,
+        lean: bool,
+    ) -> "LanguageModel":
+        pretrained = load_pretrained(name, device, dtype)
+        lean = lean and is_lean(pretrained)
+        try:
+            if self_check:
+                cls._check_copy(pretrained, name, CHECK_CACHE_BYTES, block_tokens, lean)
+            return cls._checked(pretrained, self_check, name, kv_cache_bytes, block_tokens, lean)
+        except CacheFull:
+            raise
+        except Exception as error:
+            if lean:
+                raise _LeanFailed(f"the lean decoder does not serve {name}: {error}") from error
+            raise
 
-        name = name_or_path
-        return serve(lean=True)
+    @classmethod
+    def _check_copy(cls, pretrained: PreTrainedModel, *arguments: Any) -> None:
+        copy = float32_copy(pretrained)
+        if copy is not None:
+            cls._checked(copy, True, *arguments)
 
     @classmethod
     def _checked(cls, pretrained: PreTrainedModel, self_check: bool, *arguments: Any) -> "LanguageModel":
@@ -119,17 +142,13 @@ class LanguageModel:
         for bad feeds; after any exception every sequence still holds what it held before.
         """
         feeds = list(feeds)
-        try:
+        with _claimed(feeds):
             for feed in feeds:
                 self.check(feed)
                 feed.sequence.reserve(feed.sequence.length + len(feed.tokens))
             logits = self._forward_packed(feeds)
-        except BaseException:
             for feed in feeds:
-                feed.sequence.truncate(feed.sequence.length)
-            raise
-        for feed in feeds:
-            feed.sequence.advance(len(feed.tokens))
+                feed.sequence.advance(len(feed.tokens))
         return logits
 
     def check(self, feed: Feed) -> None:
@@ -188,3 +207,22 @@ class LanguageModel:
                 "transformers' attention interface, so it cannot be served packed; choose one that uses the interface"
             )
         return probe.shapes, logits.shape[-1]
+
+
+@contextmanager
+def _claimed(feeds: list[Feed]) -> Iterator[None]:
+    """Keep the feeds' sequences from evicting one another; free what was reserved and not used."""
+    sequences = [feed.sequence for feed in feeds]
+    if len(set(sequences)) < len(sequences):
+        raise EngineError("a sequence was fed twice in one forward; feed all its tokens at once")
+    for sequence in sequences:
+        sequence.pin()
+    try:
+        yield
+    except BaseException:
+        for sequence in sequences:
+            sequence.truncate(sequence.length)
+        raise
+    finally:
+        for sequence in sequences:
+            sequence.unpin()
