@@ -56,7 +56,7 @@ class Measured:
 
 
 def speed_up(measured: Measured, plain: Measured) -> tuple[float, float, float]:
-    """Return lowest quartile, median and highest quartile of the ratio, run by run, to plain decoding of that prompt."""
+    """Return lower quartile, median and upper quartile of the ratio, run by run, to plain decoding."""
     ratios = [fast / slow for fast, slow in zip(measured.tokens_per_s, plain.tokens_per_s, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return low, middle, high
