@@ -27,6 +27,7 @@ PROMPT_LENGTHS = (23, 14)
 FLOAT32_TOLERANCE = 1e-3  # of the logits' spread, largest difference; summing in another order gives 1e-6 to 1e-5
 NOISE_FACTOR = 3.0  # in bfloat16: times the model's disagreement with itself under another attention function
 NOISE_FLOOR = 0.03  # of the logits' spread, root mean square; bfloat16 models measured 0.01 to 0.02
+UNKNOWN_NOISE = 0.05  # where there is no other function; experts that are chosen by a hair move most (0.07 to 0.12)
 MAX_COPY_BYTES = 2 << 30  # a float32 copy up to here is checked in about a second
 
 
@@ -83,13 +84,13 @@ def _own_logits(model: PreTrainedModel, prompts: list[list[int]]) -> torch.Tenso
 
 
 def _noise(model: PreTrainedModel, prompts: list[list[int]], own: torch.Tensor) -> float:
-    """Return how far the model's own logits move under another of its attention functions; 0 if it has no other."""
+    """Return how far the model's own logits move under another of its attention functions."""
     used = model.config._attn_implementation
     try:
         model.set_attn_implementation("sdpa")
         return _root_mean_square(_own_logits(model, prompts), own)
     except (ValueError, ImportError):  # a soft cap, or no such function for this architecture
-        return 0.0
+        return UNKNOWN_NOISE
     finally:
         model.set_attn_implementation(used)
 
