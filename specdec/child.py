@@ -6,7 +6,9 @@ was itself killed with SIGKILL stay. Any other end of the parent ends them every
 """
 
 import asyncio
+import atexit
 import ctypes
+import gc
 import json
 import os
 import re
@@ -133,5 +135,6 @@ def _die_with(parent: int) -> None:
 
 if __name__ == "__main__":
     _die_with(int(sys.argv[1]))
+    atexit.register(gc.freeze)  # else the interpreter spends seconds on collecting torch's modules before it ends
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -211,15 +211,14 @@ class Client:
                     if chunk:
                         patience.renew()
                         yield chunk
-                    if seen.finished:
-                        return
+                failure = None  # a server that ends a stream early and without an error is being replaced
             except grpc.aio.AioRpcError as error:
-                await patience.wait(error, seen)
-            else:
-                # a server that ends a stream early and without an error is being replaced
-                await patience.wait(None, seen)
+                failure = error
             finally:
                 call.cancel()
+            if seen.finished:
+                return
+            await patience.wait(failure, seen)
 
     def _call(self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float) -> ChunkCall:
         """Repeat the request until the session is known, then resume it."""
