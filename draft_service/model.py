@@ -12,7 +12,7 @@ from specdec.engine import CacheMiss, EngineLoop, Task
 from specdec.errors import NonFiniteRow
 from specdec.held import HeldTokens
 from specdec.randomness import Purpose, uniforms
-from specdec.sampling import RowContext, draw, next_token_rows, sparse_rows
+from specdec.sampling import RowContext, drafting_rows, draw
 from specdec.types import ModelInfo, Proposal, Row, Timing
 from specdec.worker import run_task
 
@@ -74,8 +74,9 @@ class RowDrawer:
                 task.finish(Proposal())
         if not drafting:
             return
-        rows = next_token_rows(logits, [task.context() for task in drafting], self._vocab_size)
-        for task, row in zip(drafting, sparse_rows(rows, self._support_mass, self._support_max), strict=True):
+        contexts = [task.context() for task in drafting]
+        rows = drafting_rows(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
+        for task, row in zip(drafting, rows, strict=True):
             if row.token_ids:
                 task.draw_from(row)
             else:

@@ -6,9 +6,12 @@ this same code, so that draft and target rows mean the same thing.
 Sources: nucleus sampling, Holtzman et al. 2020; min-p, Nguyen et al. 2024; repetition penalty, Keskar et al. 2019.
 """
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ import torch
 from specdec.types import Row, SamplingParams
 
 NEUTRAL = SamplingParams()
+NUCLEUS_TOKENS = 256  # most nuclei are smaller; only the others cost a sort of whole rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +32,36 @@ class RowContext:
 
 
 def next_token_rows(logits: torch.Tensor, contexts: Sequence[RowContext], vocab_size: int) -> torch.Tensor:
-    """Return the next-token laws after sampling parameters: float32 [N, V] from float32 logits [N, V].
+    """Return the next-token laws after sampling parameters: float32 [N, vocab_size] from float32 logits [N, V].
 
     A row whose logits hold a NaN or +inf, or nothing finite, comes back as NaN throughout: see `is_finite`.
     """
-    logits = mask_padding(logits, vocab_size)
-    logits = add_bias_and_penalties(logits, contexts)
+    logits = add_bias_and_penalties(drop_padding(logits, vocab_size), contexts)
+    return _rows(logits, [context.sampling for context in contexts])
+
+
+def drafting_rows(
+    logits: torch.Tensor, contexts: Sequence[RowContext], vocab_size: int, support_mass: float, support_max: int
+) -> list[Row]:
+    """Return `sparse_rows` of `next_token_rows`; a row that is not a law comes back empty.
+
+    One-hot rows need neither a softmax nor a sort, which are most of what a small draft costs.
+    """
+    logits = add_bias_and_penalties(drop_padding(logits, vocab_size), contexts)
     params = [context.sampling for context in contexts]
+    if all(param.temperature == 0 for param in params):
+        maximum, position = logits.max(dim=-1)
+        return [
+            Row((token,), (1.0,)) if math.isfinite(value) else Row((), ())
+            for token, value in zip(position.tolist(), maximum.tolist(), strict=True)
+        ]
+    return sparse_rows(_rows(logits, params), support_mass, support_max)
+
+
+def _rows(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     rows = scaled_softmax(logits, params)
+    # a one-hot row has nothing to truncate
+    params = [param if param.temperature else NEUTRAL for param in params]
     if any(param.top_k or param.top_p < 1 or param.min_p > 0 for param in params):
         rows = truncate_rows(rows, params)
     return rows
@@ -47,12 +73,9 @@ def is_finite(rows: torch.Tensor) -> list[bool]:
     return result
 
 
-def mask_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Rule out ids past the real vocabulary, where models pad their logits."""
-    if logits.shape[-1] > vocab_size:
-        logits = logits.clone()
-        logits[:, vocab_size:] = -torch.inf
-    return logits
+def drop_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Leave out ids past the real vocabulary, where models pad their logits; return [N, vocab_size]."""
+    return logits[:, :vocab_size]
 
 
 def add_bias_and_penalties(logits: torch.Tensor, contexts: Sequence[RowContext]) -> torch.Tensor:
@@ -88,6 +111,8 @@ def _penalise(logits: torch.Tensor, context: RowContext) -> None:
 def scaled_softmax(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Return softmax(logits / temperature), and the one-hot row of the first maximum where the temperature is 0."""
     temperatures = [param.temperature for param in params]
+    if not any(temperatures):
+        return _one_hot_of_maximum(logits)
     if all(temperature == 1 for temperature in temperatures):
         rows = logits.softmax(dim=-1)
     else:
@@ -109,20 +134,58 @@ def _one_hot_of_maximum(logits: torch.Tensor) -> torch.Tensor:
 
 def truncate_rows(rows: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Apply top_k (ties kept), top_p (the smallest set with that mass) and min_p, then renormalise; rows [N, V]."""
-    size = rows.shape[-1]
-    top_k = torch.tensor([min(param.top_k or size, size) for param in params], device=rows.device)
-    top_p = torch.tensor([[param.top_p] for param in params], dtype=torch.float64, device=rows.device)
-    min_p = torch.tensor([[param.min_p] for param in params], dtype=rows.dtype, device=rows.device)
-    ordered, order = rows.sort(dim=-1, descending=True, stable=True)
-    ordered = ordered * (ordered >= ordered.gather(-1, top_k[:, None] - 1))
-    mass = ordered.cumsum(dim=-1, dtype=torch.float64)
-    before = mass - ordered
-    # at top_p = 1 nothing is cut: rounding must not drop the last tokens
-    keep = (before < top_p * mass[:, -1:]) | (top_p >= 1)
-    keep &= ordered >= min_p * ordered[:, :1]
-    kept = torch.zeros_like(rows).scatter_(-1, order, ordered * keep)
+    kept = rows
+    if any(param.top_k for param in params):
+        kept = _keep_top_k(kept, [param.top_k for param in params])
+    if any(param.top_p < 1 for param in params):
+        kept = _keep_top_p(kept, [param.top_p for param in params])
+    if any(param.min_p > 0 for param in params):
+        fractions = torch.tensor([[param.min_p] for param in params], dtype=rows.dtype, device=rows.device)
+        kept = kept * (kept >= fractions * kept.amax(dim=-1, keepdim=True))
     kept = torch.where(rows.sum(dim=-1, keepdim=True).isfinite(), kept, torch.nan)
     return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _keep_top_k(rows: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
+    """Zero what is less probable than the k-th of [N, V]; 0 keeps all."""
+    size = rows.shape[-1]
+    places = torch.tensor([[min(k or size, size)] for k in top_k], device=rows.device) - 1
+    largest = rows.topk(min(max(top_k), size), dim=-1).values
+    least = largest.gather(-1, places.clamp(max=largest.shape[-1] - 1))
+    least = least.where(torch.tensor([[k > 0] for k in top_k], device=rows.device), 0.0)
+    return rows * (rows >= least)
+
+
+def _keep_top_p(rows: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
+    """Zero all of [N, V] but the most probable tokens with a fraction `top_p` of the mass; of equals the first win."""
+    fractions = torch.tensor([[p] for p in top_p], dtype=torch.float64, device=rows.device)
+    wanted = fractions * rows.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    # at top_p = 1 nothing is cut: rounding must not drop the last tokens
+    wanted = wanted.where(fractions < 1, 0.0)
+    ordered, mass = _largest(rows, wanted)
+    num_kept = (mass - ordered < wanted).sum(dim=-1, keepdim=True)  # [N, 1]; 0 at top_p = 1
+    least = ordered.gather(-1, (num_kept - 1).clamp(min=0))
+    num_equals_kept = num_kept - (ordered > least).sum(dim=-1, keepdim=True)
+    equal = rows == least
+    keep = (rows > least) | (equal & (equal.cumsum(dim=-1) <= num_equals_kept)) | (fractions >= 1)
+    return rows * keep
+
+
+def _largest(rows: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's largest values in order, enough for the mass `wanted` [N, 1], and their sums (float64)."""
+    ordered = rows.topk(min(NUCLEUS_TOKENS, rows.shape[-1]), dim=-1).values
+    mass = ordered.cumsum(dim=-1, dtype=torch.float64)
+    if bool((mass[:, -1:] < wanted).any()):
+        ordered = _descending(rows)
+        mass = ordered.cumsum(dim=-1, dtype=torch.float64)
+    return ordered, mass
+
+
+def _descending(rows: torch.Tensor) -> torch.Tensor:
+    """Sort the values of each row [N, V], the largest first; NumPy does it four times faster than torch on a CPU."""
+    if rows.device.type != "cpu":
+        return rows.sort(dim=-1, descending=True).values
+    return torch.from_numpy(np.sort(rows.numpy(), axis=-1)[:, ::-1].copy())
 
 
 def sparse_rows(rows: torch.Tensor, support_mass: float, support_max: int) -> list[Row]:
@@ -131,22 +194,25 @@ def sparse_rows(rows: torch.Tensor, support_mass: float, support_max: int) -> li
     What is returned is float32 numbers in Python floats: draw from it, and ship it.
     """
     probs, ids = rows.topk(min(support_max, rows.shape[-1]), dim=-1)
-    before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-    keep = ((before < support_mass) & (probs > 0)).tolist()
-    return [
-        _renormalised(i[:size], p[:size])
-        for i, p, size in zip(ids.cpu().numpy(), probs.cpu().numpy(), map(sum, keep), strict=True)
-    ]
+    return [_cut(i, p, support_mass) for i, p in zip(ids.tolist(), probs.cpu().numpy(), strict=True)]
 
 
-def _renormalised(ids: np.ndarray, probs: np.ndarray) -> Row:
-    return Row(tuple(ids.tolist()), tuple((probs / probs.sum(dtype=np.float32)).tolist()))
+def _cut(ids: list[int], probs: np.ndarray, support_mass: float) -> Row:
+    """Cut descending probabilities at `support_mass` and before the first 0; a row of NaN comes back empty."""
+    size, mass = 0, 0.0
+    for prob in probs.tolist():
+        if not (mass < support_mass and prob > 0):
+            break
+        size += 1
+        mass += prob
+    kept = probs[:size]
+    return Row(tuple(ids[:size]), tuple((kept / kept.sum(dtype=np.float32)).tolist()))
 
 
 def draw(row: Row, uniform: float) -> int:
     """Draw from a sparse row by inverting its cumulative sum (float64) at `uniform` in [0, 1)."""
-    cumulative = np.cumsum(np.asarray(row.probs, dtype=np.float64))
-    position = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    cumulative = list(accumulate(row.probs))
+    position = bisect_right(cumulative, uniform * cumulative[-1])
     return row.token_ids[min(position, len(row.token_ids) - 1)]
 
 

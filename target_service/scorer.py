@@ -15,7 +15,7 @@ from specdec.engine import Task
 from specdec.errors import NonFiniteRow
 from specdec.held import HeldTokens
 from specdec.randomness import Purpose, uniforms
-from specdec.sampling import RowContext, draw_dense, is_finite, mask_padding, next_token_rows
+from specdec.sampling import RowContext, draw_dense, drop_padding, is_finite, next_token_rows
 from specdec.types import RowLogprobs, Scores, TargetRow
 from target_service.metrics import METRICS
 
@@ -76,7 +76,7 @@ class Scorer:
     def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
         """End each task with its scores, or with NonFiniteRow, from logits [sum of K + 1, V]."""
         METRICS.observe_batch(len(tasks))
-        logits = mask_padding(logits, self._vocab_size)
+        logits = drop_padding(logits, self._vocab_size)
         rows = next_token_rows(logits, [context for task in tasks for context in task.contexts()], self._vocab_size)
         finite = is_finite(rows)
         target_rows = _target_rows(tasks, rows)
@@ -119,7 +119,7 @@ def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tupl
 
 
 def _logprobs(task: ScoreTask, scored: Sequence[TargetRow], logits: torch.Tensor) -> tuple[RowLogprobs, ...]:
-    """Return the model's own log probabilities, from masked logits [K + 1, V]; nothing where none were asked for."""
+    """Return the model's own log probabilities, from logits [K + 1, V]; nothing where none were asked for."""
     num_top = task.session.sampling.num_logprobs
     if num_top is None:
         return ()
