@@ -45,7 +45,7 @@ from manifests import (
 
 START_TIMEOUT_S = 200.0  # a bound for a machine that is stuck; three imports of torch take 10 s on an idle one
 PAUSE_S = 0.2
-MAX_RESTARTS = 20
+MAX_RESTARTS = 5
 # an absolute path: at the start of a word, or behind = or a space
 PATH = re.compile(r"(?<![\w.:/-])/[\w./-]+")
 
