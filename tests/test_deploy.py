@@ -392,6 +392,13 @@ def test_images_hold_every_package() -> None:
     assert packages <= copied
 
 
+def test_overlays_run_this_version(overlay: list[Document]) -> None:
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    for name in ("coordinator", "draft", "target"):
+        assert container(overlay, name)["image"].split(":")[1].removesuffix("-cuda") == version
+    assert f'image.version="{version}"' in dockerfile().last("runtime", "LABEL")
+
+
 def test_images_run_as_the_manifests_say(overlay: list[Document]) -> None:
     for name in ("coordinator", "draft", "target"):
         context = pod(deployment(overlay, name))["securityContext"]
