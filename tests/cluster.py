@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from draft_service.__main__ import SERVICE as DRAFT_SERVICE
-from draft_service.__main__ import built as built_draft
-from target_service.__main__ import SERVICE as TARGET_SERVICE
-from target_service.__main__ import built as built_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from coordinator.__main__ import SERVICE as GENERATION_SERVICE
 from coordinator.__main__ import built as built_coordinator
+from draft_service.__main__ import SERVICE as DRAFT_SERVICE
+from draft_service.__main__ import built as built_draft
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.rpc import serving
+from target_service.__main__ import SERVICE as TARGET_SERVICE
+from target_service.__main__ import built as built_target
 
 KV_CACHE_BYTES = 64 << 20
 
@@ -32,15 +32,15 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    target: Path, draft: Path | None = None, *, drafters: str = "", **coordinator: object
+    target: Path, draft_model: Path | None = None, *, drafters: str = "", **coordinator: object
 ) -> AsyncIterator[Cluster]:
     """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
     torch.set_num_threads(1)
-    drafters = drafters or ("model,ngram" if draft else "ngram")
+    drafters = drafters or ("model,ngram" if draft_model else "ngram")
     worker = {"port": 0, "dtype": "float32", "kv_cache_bytes": KV_CACHE_BYTES, "drain_s": 0}
     async with AsyncExitStack() as stack:
         target_address = await stack.enter_async_context(_target(TargetSettings(model=str(target), **worker)))
-        model = str(draft) if draft else None
+        model = str(draft_model) if draft_model else None
         settings = DraftSettings(model=model, drafters=drafters, **worker)
         draft_address = await stack.enter_async_context(_draft(settings))
         settings = CoordinatorSettings(

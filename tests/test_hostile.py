@@ -10,8 +10,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+import pytest_asyncio
 import torch
-from architectures import build
+from architectures import VOCAB_SIZE, build
 from cluster import Cluster, cluster, save_tokenizer
 
 from specdec.client import Client, SamplingParams
@@ -21,6 +22,8 @@ from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 from specdec.v1.types_pb2 import SamplingParams as Sampling
 from specdec.v1.types_pb2 import SpeculationParams as Speculation
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 GOOD = pb.TokenSequence(ids=[1, 2, 3])
@@ -37,12 +40,13 @@ def sampled(**fields: object) -> pb.GenerateRequest:
     return request(sampling=Sampling(**fields))  # type: ignore[arg-type]
 
 
+CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])
 BAD_REQUESTS = {
     "token past the vocabulary": (request(tokens=pb.TokenSequence(ids=[1, 999_999])), ["tokens.ids", "999999"]),
     "no prompt": (pb.GenerateRequest(), ["prompt", "text, tokens, chat"]),
     "empty text": (request(text=""), ["text", "empty"]),
     "empty tokens": (request(tokens=pb.TokenSequence()), ["tokens", "empty"]),
-    "chat without template": (request(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])), ["chat"]),
+    "chat without template": (request(chat=CHAT), ["chat", "template", "send text"]),
     "prompt past the context": (request(tokens=pb.TokenSequence(ids=[1] * 100_000)), ["prompt", "100000", "context"]),
     "temperature -1": (sampled(temperature=-1), ["sampling.temperature", "-1", "[0, 100]"]),
     "temperature NaN": (sampled(temperature=math.nan), ["sampling.temperature", "nan", "[0, 100]"]),
@@ -55,7 +59,7 @@ BAD_REQUESTS = {
     "max_new_tokens past the limit": (sampled(max_new_tokens=10**9), ["sampling.max_new_tokens", "1000000000"]),
     "K of 1,000": (request(speculation=Speculation(num_draft_tokens=1000)), ["num_draft_tokens", "1000", "32"]),
     "10,000 stop strings": (sampled(stop=["x"] * 10_000), ["sampling.stop", "10000", "16"]),
-    "empty stop string": (sampled(stop=[""]), ["sampling.stop", "empty"]),
+    "empty stop string": (sampled(stop=[""]), ["sampling.stop", "0 characters"]),
     "stop token past the vocabulary": (sampled(stop_token_ids=[10**6]), ["sampling.stop_token_ids", "1000000"]),
     "logit_bias past the vocabulary": (sampled(logit_bias={10**6: 1.0}), ["sampling.logit_bias", "1000000"]),
     "logit_bias NaN": (sampled(logit_bias={1: math.nan}), ["sampling.logit_bias", "[-100, 100]"]),
@@ -64,15 +68,17 @@ BAD_REQUESTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """One cluster for all that should not harm it."""
     folder = tmp_path_factory.mktemp("models")
-    async with cluster(build("llama", folder / "target"), build("llama", folder / "draft", seed=1)) as running:
+    target = save_tokenizer(build("llama", folder / "target"), VOCAB_SIZE)
+    draft = save_tokenizer(build("llama", folder / "draft", seed=1), VOCAB_SIZE)
+    async with cluster(target, draft) as running:
         yield running
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def stub(served: Cluster) -> AsyncIterator[generation_pb2_grpc.GenerationServiceStub]:
     """A client without a library around it."""
     async with open_channel(served.address) as channel:
@@ -93,7 +99,6 @@ async def good_tokens(stub: generation_pb2_grpc.GenerationServiceStub) -> list[i
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-@pytest.mark.asyncio(loop_scope="module")
 async def test_bad_request(name: str, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     bad, words = BAD_REQUESTS[name]
     before = await good_tokens(stub)
@@ -105,7 +110,6 @@ async def test_bad_request(name: str, stub: generation_pb2_grpc.GenerationServic
     assert len(before) == 4
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_invalid_utf8(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     async with open_channel(served.address) as channel:
         raw = channel.unary_stream("/specdec.v1.GenerationService/Generate")
@@ -115,7 +119,6 @@ async def test_invalid_utf8(served: Cluster, stub: generation_pb2_grpc.Generatio
     assert await good_tokens(stub)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     for call in (
         stub.GetSession(pb.GetSessionRequest(session_id="nobody")),
@@ -129,7 +132,6 @@ async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) 
     assert "Generate" in (error.details() or "")
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     first = [chunk async for chunk in stub.Generate(request(request_id="once"))]
     again = [chunk async for chunk in stub.Generate(request(request_id="once"))]
@@ -141,7 +143,6 @@ async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.Genera
     assert "new request_id" in (error.details() or "")
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     error = await outcome(stub.Generate(request(text="x" * (100 << 20))))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -151,7 +152,6 @@ async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.Gene
     assert await good_tokens(stub)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_client_that_leaves(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     """A client that leaves after the first token pauses its session, which another one resumes to the same end."""
     async with Client(served.address) as client:
@@ -165,16 +165,13 @@ async def test_client_that_leaves(served: Cluster, stub: generation_pb2_grpc.Gen
     assert await good_tokens(stub)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_cancelled_session(served: Cluster) -> None:
     async with Client(served.address) as client:
         endless = SamplingParams(temperature=1, max_new_tokens=100, ignore_eos=True)
         stream = client.generate([1, 2, 3], sampling=endless)
         first = await anext(stream)
         await client.cancel(first.session_id)
-        last = first
-        async for last in stream:
-            pass
+        last = [first, *[chunk async for chunk in stream]][-1]
         session = await client.get_session(first.session_id)
         assert last.finish
         assert session.finish
@@ -203,7 +200,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
         (["draft_service"], ["--model"]),
     ],
 )
-def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+async def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tmp_path: Path) -> None:
     """One sentence on standard error, and no traceback."""
     model = save_tokenizer(build("llama", tmp_path / "model"), 320)
     pickle = tmp_path / "pickle"
@@ -214,7 +211,9 @@ def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tmp_path
         closed.bind(("127.0.0.1", 0))
         names = {"model": model, "pickle": pickle, "taken": taken.getsockname()[1], "closed": closed.getsockname()[1]}
         command = [sys.executable, "-m", *(argument.format(**names) for argument in arguments)]
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False)
+        ended = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=False
+        )
     sentence = [line for line in ended.stderr.splitlines() if not line.startswith(("{", "E0", "E1", "I0", "I1"))]
     assert ended.returncode in (1, 2), ended.stderr
     assert len(sentence) == 1, ended.stderr
@@ -222,7 +221,6 @@ def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tmp_path
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.asyncio(loop_scope="module")
 async def test_concurrent_bad_and_good(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     """Bad requests among good ones change nothing of the good ones."""
     alone = await good_tokens(stub)
