@@ -529,14 +529,13 @@ async def test_no_child_survives_a_killed_parent(models: tuple[str, str]) -> Non
         await all_gone([*children.values()])
 
 
-@pytest.mark.parametrize("victim", ["target_service", "draft_service"])
-async def test_one_dead_child_takes_the_rest_down(models: tuple[str, str], victim: str) -> None:
+async def test_one_dead_child_takes_the_rest_down(models: tuple[str, str]) -> None:
     async with up("--target", models[0], "--draft", "ngram") as running:
         await running.ready()
         children = running.children
-        os.kill(children[victim], signal.SIGKILL)
+        os.kill(children["draft_service"], signal.SIGKILL)
         assert await running.ended() == 1
-        assert running.errors[-1] == f"specdec: the {victim.split('_')[0]} worker was killed by SIGKILL\n"
+        assert running.errors[-1] == "specdec: the draft worker was killed by SIGKILL\n"
         await all_gone([*children.values()])
 
 
