@@ -147,15 +147,24 @@ async def test_tasks_that_arrive_during_a_forward_share_the_next() -> None:
 
 async def test_long_prompts_never_keep_a_decoding_task_waiting() -> None:
     model, prompt = ToyModel(), [index % 90 for index in range(1000)]
-    async with engine(model, max_batch_tokens=128, prefill_chunk_tokens=100) as loop:
+    async with engine(model, max_batch_tokens=100, prefill_chunk_tokens=100) as loop:
         async with standing_still(model, loop):
-            futures = await submitted(loop, Generation("long", prompt), Generation("decoding", [5], 10))
+            futures = await submitted(loop, Generation("decoding", [5], 10), Generation("long", prompt))
             futures += await submitted(loop, Generation("longer", [3] * 300))
-        assert await asyncio.gather(*futures) == [law(prompt, 1), law([5], 10), law([3] * 300, 1)]
-    assert all("decoding" in forward for forward in model.forwards[1:11])
-    assert all(forward.get("long", 0) + forward.get("longer", 0) <= 100 for forward in model.forwards)
-    assert [forward["long"] for forward in model.forwards[1:11]] == [100] * 10
+        assert await asyncio.gather(*futures) == [law([5], 10), law(prompt, 1), law([3] * 300, 1)]
+    assert model.forwards[1:11] == [{"decoding": 1, "long": 99}] * 10
     assert sum(forward.get("longer", 0) for forward in model.forwards) == 300
+
+
+async def test_prompts_share_one_chunk_and_leave_room_for_who_decodes() -> None:
+    model = ToyModel()
+    async with engine(model, max_batch_tokens=200, prefill_chunk_tokens=100) as loop:
+        async with standing_still(model, loop):
+            prompts = await submitted(loop, Generation("long", [2] * 200), Generation("longer", [3] * 300))
+            decoding = await submitted(loop, Generation("decoding", [5] * 60, 3))
+        await asyncio.gather(*prompts, *decoding)
+    assert [forward.get("long", 0) + forward.get("longer", 0) for forward in model.forwards[1:6]] == [100] * 5
+    assert [forward.get("decoding") for forward in model.forwards[1:4]] == [60, 1, 1]
 
 
 async def test_all_rows_of_a_task_come_from_one_forward() -> None:
