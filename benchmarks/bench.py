@@ -39,8 +39,8 @@ def print_lengths(title: str, results: Sequence[Measured]) -> None:
         low, middle, high = speed_up(result, results[0])
         phases = " | ".join(f"{result.ms_per_round(phase):.2f}" for phase in ("draft_s", "score_s", "total_s"))
         print(
-            f"| {result.configuration.name} | {result.median_tokens_per_s:.1f} | {middle:.2f} ({low:.2f} to {high:.2f}) "
-            f"| {result.acceptance_rate:.2f} | {result.tokens_per_round:.2f} | {phases} |"
+            f"| {result.configuration.name} | {result.median_tokens_per_s:.1f} "
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {result.acceptance_rate:.2f} | {result.tokens_per_round:.2f} | {phases} |"
         )
 
 
@@ -76,17 +76,17 @@ async def print_loads(client: Client, prompts: Sequence[str], repetitions: int) 
 async def bench(target: str, draft: str, num_prompts: int, num_tokens: int, repetitions: int) -> None:
     """Run everything."""
     prompts = list(held_out_prompts(MODELS / "heldout", num_prompts).values())
-    async with running(Options(target=target, draft=draft, port=0), lambda *_: None) as stack:
-        async with Client(stack.address) as client:
-            model = (await client.get_model()).target
-            print(f"{hardware()}; target {model.name} ({model.dtype}); {len(prompts)} held-out prompts,")
-            print(f"{num_tokens} tokens each, {repetitions} repetitions, one session at a time unless said; medians.")
-            for temperature in (0.0, 1.0):
-                sampling = SamplingParams(temperature=temperature, seed=1, max_new_tokens=num_tokens, ignore_eos=True)
-                await measure(client, prompts[:1], configurations(), sampling)  # warms up
-                results = await measure(client, prompts, configurations(), sampling, repetitions)
-                print_lengths(f"One session, temperature {temperature:g}", results)
-            await print_loads(client, prompts, repetitions)
+    options = Options(target=target, draft=draft, port=0)
+    async with running(options, lambda *_: None) as stack, Client(stack.address) as client:
+        model = (await client.get_model()).target
+        print(f"{hardware()}; target {model.name} ({model.dtype}); {len(prompts)} held-out prompts,")
+        print(f"{num_tokens} tokens each, {repetitions} repetitions, one session at a time unless said; medians.")
+        for temperature in (0.0, 1.0):
+            sampling = SamplingParams(temperature=temperature, seed=1, max_new_tokens=num_tokens, ignore_eos=True)
+            await measure(client, prompts[:1], configurations(), sampling)  # warms up
+            results = await measure(client, prompts, configurations(), sampling, repetitions)
+            print_lengths(f"One session, temperature {temperature:g}", results)
+        await print_loads(client, prompts, repetitions)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Measure speeds as ratios: every configuration in turn on every prompt, plain decoding of the same target among them."""
+"""Measure speeds as ratios: every configuration in turn on every prompt, with plain decoding among them."""
 
 import platform
 import statistics
