@@ -37,11 +37,15 @@ def print_lengths(title: str, results: Sequence[Measured]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for result in results:
         low, middle, high = speed_up(result, results[0])
-        phases = " | ".join(f"{result.ms_per_round(phase):.2f}" for phase in ("draft_s", "score_s", "total_s"))
-        print(
-            f"| {result.configuration.name} | {result.median_tokens_per_s:.1f} "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {result.acceptance_rate:.2f} | {result.tokens_per_round:.2f} | {phases} |"
-        )
+        cells = [
+            result.configuration.name,
+            f"{result.median_tokens_per_s:.1f}",
+            f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            f"{result.acceptance_rate:.2f}",
+            f"{result.tokens_per_round:.2f}",
+            *(f"{result.ms_per_round(phase):.2f}" for phase in ("draft_s", "score_s", "total_s")),
+        ]
+        print(f"| {' | '.join(cells)} |")
 
 
 async def throughput(client: Client, prompts: Sequence[str], load: int, speculation: SpeculationParams) -> float:

@@ -90,7 +90,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         async with self._coordinator.live.joined(session_id, lambda: self._coordinator.revive(session_id)) as live:
             async for chunk, last in live.follow(offset, digest):
                 await context.write(chunk_to_proto(kind, live, chunk, last))
-                record.wrote(chunk)
+                record.wrote(chunk, last)
             record.statistics = live.statistics
 
 
@@ -141,20 +141,23 @@ class _Request:
         self._method = method
         self._begin = time.perf_counter()
         self._num_tokens = 0
+        self._is_complete = False
         self.session_id = ""
         self.statistics: Statistics | None = None
 
     def __enter__(self) -> "_Request":
         return self
 
-    def wrote(self, chunk: Chunk) -> None:
+    def wrote(self, chunk: Chunk, last: bool) -> None:
         """Note a chunk that was sent."""
+        self._is_complete = last
         if not self._num_tokens and chunk.emitted:
             metrics.TIME_TO_FIRST_TOKEN_S.observe(time.perf_counter() - self._begin)
         self._num_tokens += len(chunk.emitted)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        code = _code(error)
+        # clients may hang up as soon as they have the last chunk
+        code = _code(None if self._is_complete else error)
         metrics.NUM_REQUESTS.labels(self._method, code).inc()
         facts: dict[str, Any] = {"num_tokens": self._num_tokens} if self._num_tokens else {}
         if self.statistics:
