@@ -10,6 +10,7 @@ import torch
 from corpus import END_OF_TEXT_ID, VOCABULARY_SIZE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from workers import agreed, average_gradients, rank
 
 Batch = TypeVar("Batch")
 Forward = Callable[..., Any]  # a model, compiled or not
@@ -81,9 +82,10 @@ class Run:
         """The share of the time budget that is spent."""
         return (time.monotonic() - self.began) / (60 * self.recipe.minutes)
 
-    def update(self) -> None:
-        """Take one step along the gradients, at this moment's learning rates."""
-        factor = rate_factor(self.step, self.elapsed)
+    def update(self, elapsed: float) -> None:
+        """Take one step along all processes' gradients, at the learning rates of this share of the time."""
+        factor = rate_factor(self.step, elapsed)
+        average_gradients(self.model)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, peak in zip(self.optimizers, (self.recipe.muon, self.recipe.adam), strict=True):
             optimizer.param_groups[0]["lr"] = peak * factor
@@ -92,7 +94,9 @@ class Run:
         self.step += 1
 
     def report(self, loss: Tensor) -> None:
-        """Print the loss now and then, and write the checkpoint when it is due."""
+        """Print the loss now and then, and write the checkpoint when it is due; the first process speaks for all."""
+        if rank() > 0:
+            return
         if self.step % REPORT_STEPS == 0:
             print(f"step {self.step}, {self.elapsed:.1%} of the time, loss {loss.item():.3f}", flush=True)
         if time.monotonic() - self.saved > CHECKPOINT_SECONDS:
@@ -124,11 +128,11 @@ def train(run: Run, batches: Iterator[Batch], loss_of: Callable[[Forward, Batch,
     """Train on endless batches until the time is spent."""
     forward = torch.compile(run.model, dynamic=False)
     for batch in batches:
-        if run.elapsed >= 1.0:
+        elapsed = agreed(run.elapsed)
+        if elapsed >= 1.0:
             break
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(forward, batch, run.elapsed)
+            loss = loss_of(forward, batch, elapsed)
         loss.backward()
-        run.update()
+        run.update(elapsed)
         run.report(loss)
-    run.save()

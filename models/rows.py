@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
+from workers import count, rank
 
 SUPPORT = 64
-SEQUENCES = 96  # a batch of samples: wide enough to spread the cost of reading the weights
+SEQUENCES = 48  # a batch of samples: wide enough to spread the cost of reading the weights
 # The demo and the benchmarks sample at 1 and decode greedily; 0.6 stands for what lies between.
 TEMPERATURES = (0.0, 0.0, 0.6, 1.0, 1.0)
 COLDEST = 0.3  # a greedy row, all on one token, has no gradient elsewhere: its sequences keep rows at this temperature
@@ -115,14 +116,15 @@ def write_rows(model: LlamaForCausalLM, work: Path, minutes: float) -> None:
     began, random = time.monotonic(), np.random.default_rng(1)
     prompts = epoch(work, 0, random)
     temperatures = torch.tensor([TEMPERATURES[index % len(TEMPERATURES)] for index in range(SEQUENCES)])
-    for number in range(len(prompts) // SEQUENCES):
+    for number in range(rank(), len(prompts) // SEQUENCES, count()):
         if time.monotonic() - began > 60 * minutes:
             break
-        chosen = prompts[number * SEQUENCES : (number + 1) * SEQUENCES, : random.choice(PROMPT_LENGTHS)]
+        length = PROMPT_LENGTHS[int(random.integers(len(PROMPT_LENGTHS)))]
+        chosen = prompts[number * SEQUENCES : (number + 1) * SEQUENCES, :length]
         rows = sample_rows(model, torch.from_numpy(chosen.astype(np.int64)), temperatures, seed=number)
         tensors = {name: getattr(rows, name) for name in Rows.__slots__}
         save_file(tensors, work / "rows" / f"{number:04}.safetensors")
-        print(f"rows: {(number + 1) * SEQUENCES} sequences, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"rows {number}: {SEQUENCES} sequences, {time.monotonic() - began:.0f} s", flush=True)
 
 
 def read_rows(work: Path) -> Rows:

@@ -20,6 +20,7 @@ from rows import write_rows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from workers import count, in_parallel, rank
 
 FOLDER = Path(__file__).parent
 TARGET_MINUTES, ROWS_MINUTES, DRAFT_MINUTES = 73.0, 15.0, 22.0
@@ -68,8 +69,10 @@ def train_draft(work: Path, minutes: float) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama_config(hidden=256, layers=2, heads=4, intermediate=768))
     run = Run(model, Recipe(muon=0.02, adam=0.005, minutes=minutes), work / "draft.pt")
-    train(run, row_batches(work, DRAFT_BATCH, run.step), distillation_loss)
-    model.to(torch.bfloat16).save_pretrained(work / "draft")
+    batches = row_batches(work, DRAFT_BATCH // count(), seed=run.step + rank())
+    train(run, batches, distillation_loss)
+    if rank() == 0:
+        model.to(torch.bfloat16).save_pretrained(work / "draft")
 
 
 def export(work: Path) -> None:
@@ -82,13 +85,17 @@ def export(work: Path) -> None:
     copy_held_out(FOLDER / "heldout")
 
 
-def stages(work: Path, scale: float) -> dict[str, tuple[Path, Callable[[], None]]]:
+def stages(work: Path, scale: float, workers: int) -> dict[str, tuple[Path, Callable[[], None]]]:
     """Return each stage with the file that tells it is complete; `scale` stretches the time budgets."""
+    rows_minutes, draft_minutes = scale * ROWS_MINUTES, scale * DRAFT_MINUTES
     return {
         "prepare": (work / "tokenizer.json", lambda: prepare(work)),
         "target": (work / "target" / "model.safetensors", lambda: train_target(work, scale * TARGET_MINUTES)),
-        "rows": (work / "rows" / "complete", lambda: sample_target(work, scale * ROWS_MINUTES)),
-        "draft": (work / "draft" / "model.safetensors", lambda: train_draft(work, scale * DRAFT_MINUTES)),
+        "rows": (work / "rows" / "complete", lambda: in_parallel(sample_target, work, rows_minutes, workers)),
+        "draft": (
+            work / "draft" / "model.safetensors",
+            lambda: in_parallel(train_draft, work, draft_minutes, workers),
+        ),
         "export": (work / "exported", lambda: export(work)),
     }
 
@@ -99,11 +106,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=FOLDER / "work", help="where checkpoints are kept")
     parser.add_argument("--minutes", type=float, default=total, help="the time budget of all stages together")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=2, help="processes that sample, and that train the draft")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(os.cpu_count() or 1)
     arguments.work.mkdir(parents=True, exist_ok=True)
-    for name, (complete, stage) in stages(arguments.work, arguments.minutes / total).items():
+    for name, (complete, stage) in stages(arguments.work, arguments.minutes / total, arguments.workers).items():
         if not complete.exists():
             print(f"stage {name}", flush=True)
             stage()
