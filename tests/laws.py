@@ -91,11 +91,27 @@ class Enumeration:
 
     def uniforms(self, proposal: Proposal, scores: Scores) -> Iterator[tuple[Uniforms, Fraction]]:
         """Yield a uniform for every stretch on which no decision changes, with the stretch's probability."""
-        accepts = [midpoints(acceptance_breakpoints(proposal, scores, i)) for i in range(len(proposal))]
-        closes = midpoints([at for i in range(len(proposal)) for at in residual_breakpoints(proposal, scores, i)])
+        accepts = [midpoints(self.acceptance_turns(proposal, scores, index)) for index in range(len(proposal))]
+        closes = midpoints(self.closing_turns(proposal, scores))
         for *accepting, (close, length) in product(*accepts, closes):
             weight = length * prod((size for _, size in accepting), start=Fraction(1))
             yield Uniforms(tuple(uniform for uniform, _ in accepting), close), weight
+
+    def acceptance_turns(self, proposal: Proposal, scores: Scores, index: int) -> list[Fraction]:
+        """Return where the verdict on a draft token turns: p / q."""
+        row = proposal.rows[index]
+        position = row.token_ids.index(proposal.tokens[index])
+        return [Fraction(scores.rows[index].support_probs[position]) / row.probs[position]]
+
+    def closing_turns(self, proposal: Proposal, scores: Scores) -> list[Fraction]:
+        """Return where the recovered token turns, whichever position was rejected."""
+        pairs = zip(proposal.rows, scores.rows, strict=False)
+        return [turn for row, target in pairs for turn in turns(self.closing_weights(row, target))]
+
+    def closing_weights(self, row: Row, target: TargetRow) -> Sequence[Fraction]:
+        """Return the residual on the support, and the tail."""
+        probs = zip(target.support_probs, row.probs, strict=True)
+        return [*(max(Fraction(0), target_prob - prob) for target_prob, prob in probs), target.tail_mass]
 
     def round_law(self, history: History, num_draft_tokens: int) -> Law:
         """Return the law of the text behind one round."""
@@ -128,36 +144,20 @@ class Enumeration:
         return {text: prob for text, prob in law.items() if prob}
 
 
-EXTRA_BREAKPOINTS = (Fraction(1, 7), Fraction(5, 8))  # where nothing should change
+EXTRA_EDGES = (Fraction(1, 7), Fraction(5, 8))  # where nothing should change
 
 
-def acceptance_breakpoints(proposal: Proposal, scores: Scores, index: int) -> list[Fraction]:
-    """Return where the verdict on a draft token turns: p / q."""
-    row = proposal.rows[index]
-    probs = dict(zip(row.token_ids, zip(scores.rows[index].support_probs, row.probs, strict=True), strict=True))
-    target_prob, draft_prob = probs[proposal.tokens[index]]
-    return [Fraction(target_prob) / draft_prob] if draft_prob else []
-
-
-def residual_breakpoints(proposal: Proposal, scores: Scores, index: int) -> list[Fraction]:
-    """Return where the recovered token turns: the residual's cumulative weights over their sum."""
-    row, target = proposal.rows[index], scores.rows[index]
-    return cumulative_breakpoints(
-        [*(max(Fraction(0), p - q) for p, q in zip(target.support_probs, row.probs, strict=True)), target.tail_mass]
-    )
-
-
-def cumulative_breakpoints(weights: Sequence[Fraction]) -> list[Fraction]:
-    """Return where a draw by these weights turns."""
+def turns(weights: Sequence[Fraction]) -> list[Fraction]:
+    """Return where a draw by these weights turns: their cumulative sums over the whole."""
     total = sum(weights)
     return [Fraction(at) / total for at in accumulate(weights)] if total else []
 
 
-def midpoints(breakpoints: Sequence[Fraction]) -> list[tuple[Fraction, Fraction]]:
-    """Return the middle and the length of each stretch that breakpoints leave of [0, 1)."""
-    inside = {at for at in (*breakpoints, *EXTRA_BREAKPOINTS) if 0 < at < 1}
-    edges = sorted(inside | {Fraction(0), Fraction(1)})
-    return [((low + high) / 2, high - low) for low, high in pairwise(edges)]
+def midpoints(edges: Sequence[Fraction]) -> list[tuple[Fraction, Fraction]]:
+    """Return the middle and the length of each stretch that edges leave of [0, 1)."""
+    inside = {at for at in (*edges, *EXTRA_EDGES) if 0 < at < 1}
+    bounds = sorted(inside | {Fraction(0), Fraction(1)})
+    return [((low + high) / 2, high - low) for low, high in pairwise(bounds)]
 
 
 def normalised(weights: Mapping[int, Fraction]) -> Mapping[int, Fraction]:

@@ -3,14 +3,16 @@
 They use the production sampling code, rows, keys and supports; only the models are matrices.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 
+from coordinator import generation as generation_module
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import run_rounds
@@ -202,3 +204,46 @@ async def play(drafter: ToyDrafter, scorer: ToyScorer, draft_length: DraftLength
     first = rounds[0].statistics
     tokens = tuple(entry.token for entry in generation.emitted)
     return Play(tokens, first.num_draft_tokens, first.num_accepted_tokens)
+
+
+@dataclass
+class Ledger:
+    """Writes down every draw, under the key that it comes from."""
+
+    draw: Callable[[int, Key], float] = randomness.uniform
+    key_of: Callable[[Key], Key] = lambda key: key
+    entries: list[tuple[int, Key]] = field(default_factory=list)
+
+    def uniform(self, seed: int, key: Key) -> float:
+        """Draw, and note it."""
+        key = self.key_of(key)
+        self.entries.append((seed, key))
+        return self.draw(seed, key)
+
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> "Ledger":
+        """Note every draw of the production code and the toys."""
+        for module in (randomness, generation_module):
+            monkeypatch.setattr(module, "uniform", self.uniform)
+        return self
+
+
+def random_rows(num_rows: int, vocab_size: int = 1000) -> list[Row]:
+    """Return rows of every peakedness, as a draft worker makes them."""
+    generator = torch.Generator().manual_seed(3)
+    scale = torch.logspace(-1, 2, num_rows)[:, None]
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
+    return sparse_rows(next_token_rows(logits, [RowContext(SamplingParams())] * num_rows, vocab_size), 0.999, 64)
+
+
+def num_redrawn(rows: Sequence[Row], shipped: Sequence[Row]) -> int:
+    """Return how many draws come out otherwise when they are repeated from the shipped rows."""
+    uniforms = [(row, other, at) for row, other in zip(rows, shipped, strict=True) for at in sharp_uniforms(row)]
+    return sum(draw(row, at) != draw(other, at) for row, other, at in uniforms)
+
+
+def sharp_uniforms(row: Row) -> list[float]:
+    """Return uniforms at random, and those nearest to where the draw turns."""
+    turns = np.cumsum(np.asarray(row.probs, dtype=np.float64)) / np.sum(row.probs)
+    near = [np.nextafter(turns, 0), turns, np.nextafter(turns, 1)]
+    uniforms = [*np.concatenate(near).tolist(), *randomness.uniforms(3, 9, 5, Purpose.DRAFT)]
+    return [at for at in uniforms if 0 <= at < 1]
