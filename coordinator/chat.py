@@ -2,25 +2,42 @@
 
 import json
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.errors import InvalidArgument
 
 MAX_RENDERED_CHARACTERS = 4 << 20
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+class GenerationMarks(Extension):
+    """Reads past {% generation %}, by which templates mark the assistant's part for training."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja's own way
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """Return what is between the marks."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
     """One model's chat template."""
 
     def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        extensions = [loopcontrols, GenerationMarks]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self._template = environment.from_string(template)
         self._special_tokens = special_tokens
 
@@ -28,7 +45,9 @@ class ChatTemplate:
         """Return the prompt, ready for the assistant's answer. Raises InvalidArgument for what the template refuses."""
         entries = [{"role": role, "content": content} for role, content in messages]
         try:
-            text = self._template.render(messages=entries, add_generation_prompt=True, **self._special_tokens)
+            # templates ask `tools is not none`: what is not given is None, as in transformers
+            given = {"messages": entries, "tools": None, "documents": None, "add_generation_prompt": True}
+            text = self._template.render(**self._special_tokens, **given)
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidArgument({"chat": f"is refused by the model's chat template: {error}"}) from None
         if len(text) > MAX_RENDERED_CHARACTERS:
@@ -47,7 +66,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     template = file.read_text() if file.exists() else _default_template(config.get("chat_template"))
     if not template:
         return None
-    special = {name: _content(config[name]) for name in ("bos_token", "eos_token", "unk_token") if config.get(name)}
+    special = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
     return ChatTemplate(template, special)
 
 
