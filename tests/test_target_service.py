@@ -132,6 +132,14 @@ class Stream:
             await self.send(message)
         return caught.value
 
+    async def refused(self) -> grpc.aio.AioRpcError:
+        """Return the error that the opening ends the stream with; nothing is written behind it."""
+        assert self._opening is not None
+        await self._call.write(self._opening)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self._call.read()
+        return caught.value
+
 
 def decoded(answer: pb.ScoreResponse, supports: Sequence[Sequence[int]] = SUPPORTS) -> Scores:
     """Check and unpack an answer as the coordinator does."""
