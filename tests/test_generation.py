@@ -263,6 +263,14 @@ def test_a_cut_is_the_replay_of_what_remains(
     assert (state.emitted, state.done) == (again.emitted, True)
 
 
+def test_a_cut_gives_out_what_was_held_back() -> None:
+    state = generation(replace(SEED, stop=("cd",)))
+    play(state, [1, 2, 3])
+    play(state, [5, 6])
+    state.cut(3, FinishReason.CANCELLED)
+    assert (state.text, state.chunk(0, 2).text, state.chunk(2, 3).text) == ("abc", "ab", "c")
+
+
 def test_uniforms_are_fresh_each_round_and_the_same_in_a_replay() -> None:
     state = generation()
     first = state.uniforms(3)

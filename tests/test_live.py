@@ -373,6 +373,24 @@ async def test_a_failed_generation_does_not_catch_who_comes_back(
     assert coordinator.live._entries == {}
 
 
+async def test_who_leaves_a_failed_generation_late_does_not_take_the_new_one_along(coordinator: Coordinator) -> None:
+    async def fail(length: int) -> None:
+        raise Unavailable("no target worker")
+
+    coordinator.before = fail
+    slow = coordinator.live.joined("s", lambda: coordinator.revive("s"))
+    live = await slow.__aenter__()
+    await until(lambda: live.has_failed)
+    coordinator.before = gate = Gate(4)
+    async with aclosing(coordinator.follow("s")) as chunks:
+        await take(chunks, 4)
+        await slow.__aexit__(None, None, None)
+        following = asyncio.create_task(coordinator.tokens("s"))
+        gate.opened.set()
+        assert len(await following) == LENGTH
+    assert len(coordinator.teams) == 2
+
+
 async def test_stopping_tells_the_followers(coordinator: Coordinator) -> None:
     coordinator.before = Gate(8)
     async with aclosing(coordinator.follow("s")) as chunks:
