@@ -103,6 +103,16 @@ def test_it_does_not_flap_around_plain() -> None:
         assert changes < len(chosen) / 10
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(0.9, 0), (1.03, 0), (1.1, 1)])
+def test_a_small_gain_is_not_worth_a_change(gain: float, expected: int) -> None:
+    length = DraftLength(Costs(), maximum=1)
+    for k in [0, 1] * 50:
+        length.costs.observe(k, 0.0, 1.0)
+    promised = expected_tokens(length.acceptance_rate, 1) / gain
+    length.costs.draft_s = promised * length.costs.score_s(0) - length.costs.score_s(1)
+    assert length.choose(ROOM) == expected
+
+
 @pytest.mark.parametrize(("room", "expected"), [(1, 0), (2, 1), (5, 4), (100, 6)])
 def test_a_fixed_k_is_cut_by_the_room(room: int, expected: int) -> None:
     assert DraftLength(Costs(), MAXIMUM, fixed=6).choose(room) == expected
