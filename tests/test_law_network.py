@@ -1,0 +1,75 @@
+"""Once more through the network: real workers and a real coordinator, each a process, have the target's law.
+
+`make law` runs the same with more generations, and prints the figures.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+import transformers
+
+from benchmarks.law import CASES, MAX_DEVIATIONS, PROMPT, Services, judge, save_pair, services
+from specdec.randomness import Key, Purpose, uniform
+from specdec.rpc import open_channel
+from specdec.sampling import draw
+from specdec.types import SamplingParams
+from specdec.v1 import draft_pb2, draft_pb2_grpc
+from specdec.wire import open_session, rows_from_proto
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_GENERATIONS = 4_000
+REJECT_BELOW = 1e-6
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Save target and draft."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(pair: tuple[Path, Path]) -> AsyncIterator[Services]:
+    """Run the services."""
+    async with services(*pair) as started:
+        yield started
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_draft_worker_ships_the_rows_that_it_draws_from(started: Services, seed: int) -> None:
+    """Drawing again from the decoded rows with the round's uniforms gives the shipped tokens, bit for bit."""
+    response = await proposed(started.draft_address, SamplingParams(seed=seed, temperature=0.5 + seed / 10), 5)
+    rows = rows_from_proto(response.rows)
+    again = [draw(row, uniform(seed, Key(len(PROMPT), index, Purpose.DRAFT))) for index, row in enumerate(rows)]
+    assert again == list(response.tokens)
+    assert len(again) == 5
+
+
+async def proposed(address: str, sampling: SamplingParams, num_draft_tokens: int) -> draft_pb2.ProposeResponse:
+    """Ask a draft worker for one proposal behind the prompt."""
+    opening = draft_pb2.OpenDraft(session=open_session(f"law-{sampling.seed}", 1, sampling, len(PROMPT)))
+    async with open_channel(address) as channel:
+        stream = draft_pb2_grpc.DraftServiceStub(channel).Propose()
+        await stream.write(draft_pb2.ProposeRequest(open=opening))
+        propose = draft_pb2.Propose(start=0, tokens=PROMPT, num_draft_tokens=num_draft_tokens)
+        await stream.write(draft_pb2.ProposeRequest(propose=propose))
+        response = await stream.read()
+        await stream.done_writing()
+        return response
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_text_through_the_network_has_the_targets_law(
+    name: str, started: Services, pair: tuple[Path, Path]
+) -> None:
+    """Joint chi-square over four tokens; and the acceptance rate is the laws' own."""
+    result = await judge(name, NUM_GENERATIONS, started, *pair)
+    print(f"{name}: {result.agreement}, {result.deviations:+.1f} standard errors")
+    assert result.agreement.p_value > REJECT_BELOW
+    assert abs(result.deviations) < MAX_DEVIATIONS
+    assert len(result.completions) == NUM_GENERATIONS
