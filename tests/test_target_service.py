@@ -252,11 +252,15 @@ async def test_truncating_and_appending(channel, names, reference) -> None:
 
 @in_module_loop
 async def test_a_repeated_message_has_the_same_answer_bit_for_bit(channel, names) -> None:
-    stream = Stream(channel, next(names), SamplingParams(seed=3, num_logprobs=2, frequency_penalty=0.1))
+    stream, begin = (
+        Stream(channel, next(names), SamplingParams(seed=3, num_logprobs=2, frequency_penalty=0.1)),
+        len(FED),
+    )
     answers = [await stream.score(0, PROMPT, DRAFT, SUPPORTS) for _ in range(3)]
     assert values(answers[0]) == values(answers[1]) == values(answers[2])
     deltas = [await stream.score(6, [12, 50], DRAFT, SUPPORTS) for _ in range(3)]
     assert values(deltas[0]) == values(deltas[1]) == values(deltas[2])
+    assert FED[begin:] == [9, 9, 9, 5, 5, 5], "the same forward: another shape would change the last bits"
 
 
 @in_module_loop
