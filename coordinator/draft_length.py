@@ -5,6 +5,7 @@ With acceptance rate a, a round of K draft tokens yields (1 - a^(K+1)) / (1 - a)
 fresh randomness, so the choice may depend on everything that came before without touching the law.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 DECAY = 0.95  # of an observation's weight, a round
@@ -17,35 +18,56 @@ PROBE_LENGTH = 2
 
 
 @dataclass(slots=True)
-class Costs:
-    """What rounds cost, learned over all sessions of a coordinator; seconds."""
+class Line:
+    """Seconds as a line over K, fitted to rounds that count less the older they are.
 
-    draft_s: float | None = None  # a draft token
+    `prior_slope(k, s)` is the slope to believe in around the mean round (k, s), as long as all had much the same K.
+    """
+
+    prior_slope: Callable[[float, float], float]
     _weight: float = 0.0
     _k: float = 0.0
     _kk: float = 0.0
     _s: float = 0.0
     _ks: float = 0.0
 
-    def observe(self, num_draft_tokens: int, draft_s: float, score_s: float) -> None:
+    @property
+    def is_known(self) -> bool:
+        """Say whether any round was seen."""
+        return self._weight > 0
+
+    def observe(self, k: int, seconds: float) -> None:
         """Take in one round."""
-        if num_draft_tokens:
-            each = draft_s / num_draft_tokens
-            self.draft_s = each if self.draft_s is None else DECAY * self.draft_s + (1 - DECAY) * each
-        k = float(num_draft_tokens)
         self._weight = DECAY * self._weight + 1
         self._k, self._kk = DECAY * self._k + k, DECAY * self._kk + k * k
-        self._s, self._ks = DECAY * self._s + score_s, DECAY * self._ks + k * score_s
+        self._s, self._ks = DECAY * self._s + seconds, DECAY * self._ks + k * seconds
 
-    def score_s(self, num_draft_tokens: int) -> float:
-        """Predict a forward over K + 1 positions: a weighted line through the rounds, drawn towards the prior slope."""
-        if not self._weight:
-            return 1.0
+    def predict(self, k: int) -> float:
+        """Return the seconds to expect, more than 0."""
         mean_k, mean_s = self._k / self._weight, self._s / self._weight
         spread = self._kk / self._weight - mean_k**2
-        slope = (self._ks / self._weight - mean_k * mean_s + PRIOR_SLOPE * mean_s) / (spread + 1)
-        slope = max(slope, 0.0)
-        return max(mean_s + slope * (num_draft_tokens - mean_k), mean_s * 0.1)
+        covariance = self._ks / self._weight - mean_k * mean_s
+        slope = max((covariance + self.prior_slope(mean_k, mean_s)) / (spread + 1), 0.0)
+        return max(mean_s + slope * (k - mean_k), 0.1 * mean_s)
+
+
+@dataclass(slots=True)
+class Costs:
+    """What rounds cost, learned over all sessions of a coordinator; seconds."""
+
+    draft: Line = field(default_factory=lambda: Line(lambda k, s: s / k))
+    score: Line = field(default_factory=lambda: Line(lambda _, s: PRIOR_SLOPE * s))
+
+    def observe(self, num_draft_tokens: int, draft_s: float, score_s: float) -> None:
+        """Take in one round that had no prompt to read."""
+        if num_draft_tokens:
+            self.draft.observe(num_draft_tokens, draft_s)
+        self.score.observe(num_draft_tokens, score_s)
+
+    def round_s(self, num_draft_tokens: int) -> float:
+        """Return the seconds that a round of K draft tokens will take."""
+        draft_s = self.draft.predict(num_draft_tokens) if num_draft_tokens else 0.0
+        return draft_s + self.score.predict(num_draft_tokens)
 
 
 def expected_tokens(acceptance_rate: float, num_draft_tokens: int) -> float:
@@ -74,7 +96,7 @@ class DraftLength:
         most = max(room - 1, 0)
         if self.fixed is not None:
             return min(self.fixed, most)
-        if self.costs.draft_s is None or self._plain_rounds >= PROBE_EVERY:
+        if not self.costs.draft.is_known or self._plain_rounds >= PROBE_EVERY:
             return min(PROBE_LENGTH, self.maximum, most)
         return min(self._best(), most)
 
@@ -87,10 +109,9 @@ class DraftLength:
             self._tested = DECAY**tested * self._tested + tested
 
     def _best(self) -> int:
-        assert self.costs.draft_s is not None
         speeds = [
-            expected_tokens(self.acceptance_rate, k) / (self.costs.score_s(k) + k * self.costs.draft_s)
-            for k in range(self.maximum + 1)
+            expected_tokens(self.acceptance_rate, count) / self.costs.round_s(count)
+            for count in range(self.maximum + 1)
         ]
         best = max(range(len(speeds)), key=speeds.__getitem__)
         return best if speeds[best] > MIN_GAIN * speeds[0] else 0

@@ -58,6 +58,7 @@ class WorkerStream(Generic[ReplyT]):
         self._timeout_s = timeout_s
         self._stream: Any = None
         self._held = 0  # of the committed tokens, how many this stream's worker has
+        self.num_fed = 0  # committed tokens that the worker was sent with the last question
 
     async def ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
         """Bring the worker up to date and return its answer to `message(start, tokens)`.
@@ -84,6 +85,7 @@ class WorkerStream(Generic[ReplyT]):
         while True:
             # the last committed token is always sent: a row needs a token to follow
             start = min(self._held, len(committed) - 1)
+            self.num_fed = len(committed) - start
             await self._stream.write(message(start, committed[start:]))
             reply = await self._stream.read()
             if reply is grpc.aio.EOF:
@@ -138,6 +140,7 @@ class Scored:
     scores: Scores
     cached_len: int
     elapsed_s: float
+    num_fed: int = 1  # committed tokens that the worker had to read first
 
 
 class TargetWorkers:
@@ -197,7 +200,7 @@ class Scorer:
         except (wire.MalformedReply, ValueError) as error:
             self._stream.drop()
             raise Unavailable(f"a target worker answered against the contract: {error}") from error
-        return Scored(scores, reply.cached_len, time.perf_counter() - begin)
+        return Scored(scores, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
 
     def keep(self, num_tokens: int, cached_len: int) -> None:
         """Note how much of what the worker holds is committed now."""
@@ -222,6 +225,7 @@ class Drafted:
     proposal: Proposal = NO_PROPOSAL
     cached_len: int | None = None  # None: no worker was asked, or none answered
     elapsed_s: float = 0.0
+    num_fed: int = 1  # committed tokens that the worker had to read first
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +311,7 @@ class SessionDrafter:
             self._fail(error)
             return Drafted(elapsed_s=time.perf_counter() - begin)
         self._pause_s = DRAFT_PAUSE_S[0]
-        return Drafted(proposal, reply.cached_len, time.perf_counter() - begin)
+        return Drafted(proposal, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
 
     async def _propose(
         self, committed: Sequence[int], num_draft_tokens: int

@@ -107,9 +107,9 @@ def test_it_does_not_flap_around_plain() -> None:
 def test_a_small_gain_is_not_worth_a_change(gain: float, expected: int) -> None:
     length = DraftLength(Costs(), maximum=1)
     for k in [0, 1] * 50:
-        length.costs.observe(k, 0.0, 1.0)
+        length.costs.score.observe(k, 1.0)
     promised = expected_tokens(length.acceptance_rate, 1) / gain
-    length.costs.draft_s = promised * length.costs.score_s(0) - length.costs.score_s(1)
+    length.costs.draft.observe(1, promised * length.costs.score.predict(0) - length.costs.score.predict(1))
     assert length.choose(ROOM) == expected
 
 
@@ -155,5 +155,6 @@ def test_costs_are_learned_as_a_line() -> None:
     costs = Costs()
     for k in [0, 8, 4, 2] * 50:
         costs.observe(k, 0.2 * k, 1 + 0.1 * k)
-    assert costs.draft_s == pytest.approx(0.2)
-    assert [costs.score_s(k) for k in (0, 4, 8)] == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
+    assert [costs.draft.predict(k) for k in (2, 4, 8)] == pytest.approx([0.4, 0.8, 1.6], rel=0.05)
+    assert [costs.score.predict(k) for k in (0, 4, 8)] == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
+    assert costs.round_s(0) == costs.score.predict(0)
