@@ -18,9 +18,14 @@ from cluster import save_tokenizer
 from transformers import AutoModelForCausalLM
 
 from draft_service.__main__ import SERVICE, built, drafter_names
+from draft_service.drafters import Ask
+from draft_service.model import ProposeTask
 from specdec import wire
+from specdec.claims import Session
 from specdec.config import DraftSettings
-from specdec.engine import LanguageModel
+from specdec.engine import KvCache, LanguageModel
+from specdec.engine.kv import LayerShape
+from specdec.held import HeldTokens
 from specdec.randomness import Key, Purpose, uniform
 from specdec.rpc import open_channel, serving
 from specdec.sampling import RowContext, draw, next_token_rows, sparse_rows
@@ -308,6 +313,22 @@ async def test_takeover_and_close(channel, names, reference, fed: list[int]) -> 
     assert fed == [1, 1, 1]
     await second.close()
     assert (await Stream(channel, name, epoch=2).propose(3, [4], 3)).cached_len == 0
+
+
+def test_a_task_that_begins_again_forgets_what_it_drew() -> None:
+    """Its sequence was evicted in mid-draft: the engine prepares it anew."""
+    cache = KvCache([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8)
+    task = ProposeTask(Session("s", 1, PLAIN, 2), Ask(0, [1, 2], 3), HeldTokens(), match=False)
+    task.sequence = cache.open("s")
+    task.prepare()
+    task.sequence.reserve(2)
+    task.sequence.advance(2)
+    task.draw_from(Row((5,), (1.0,)))
+    assert (task.drawn, task.tokens) == ([5], [5])
+    task.sequence.close()
+    task.tokens = [1, 2]
+    task.prepare()
+    assert (task.drawn, task.rows, task.tokens) == ([], [], [1, 2])
 
 
 # ---- drafting by lookup

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.drafters import Ask, Drafted
@@ -51,12 +51,14 @@ def test_cases(text: list[int], expected: list[int]) -> None:
     assert index_of(text).continuation(3) == expected
 
 
+@settings(deadline=None)
 @given(texts, st.integers(1, 3), st.integers(0, 3), st.integers(0, 6))
 def test_it_finds_what_a_scan_finds(text: list[int], shortest: int, more: int, count: int) -> None:
     index = index_of(text, shortest, shortest + more)
     assert index.continuation(count) == looked_up(text, shortest, shortest + more, count)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 40), texts), max_size=6))
 def test_truncation_leaves_no_trace(edits: list[tuple[int, list[int]]]) -> None:
     """After any truncations and appends the index is the one of its text."""
@@ -76,6 +78,7 @@ async def ask(drafter: NgramDrafter, name: str, start: int, tokens: Sequence[int
     return await drafter.propose(Session(name, 1, SamplingParams(seed=1), 0), Ask(start, tokens, count), match=False)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 3), min_size=1, max_size=12)), max_size=6))
 async def test_rounds_see_only_the_text(rounds: list[tuple[int, list[int]]]) -> None:
     drafter, text = NgramDrafter(1, 4), []

@@ -215,6 +215,7 @@ laws = arrays.arrays(
 uniform_numbers = st.floats(0, 1, exclude_max=True)
 
 
+@settings(deadline=None)
 @given(laws, st.floats(0.05, 5.0), st.integers(0, 50), st.floats(0.01, 1.0), st.floats(0.0, 1.0))
 def test_rows_are_laws(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -224,6 +225,7 @@ def test_rows_are_laws(logits: np.ndarray, temperature: float, top_k: int, top_p
     assert (rows.gather(-1, torch.from_numpy(logits).argmax(-1, keepdim=True)) > 0).all()
 
 
+@settings(deadline=None)
 @given(laws, st.floats(0.01, 1.0), st.integers(1, 50))
 def test_a_sparse_row_is_the_smallest_set_with_the_mass(logits: np.ndarray, mass: float, most: int) -> None:
     dense = torch.from_numpy(logits).softmax(-1)
@@ -238,6 +240,7 @@ def test_a_sparse_row_is_the_smallest_set_with_the_mass(logits: np.ndarray, mass
         torch.testing.assert_close(torch.tensor(row.probs, dtype=torch.float64), expected, rtol=1e-5, atol=0)
 
 
+@settings(deadline=None)
 @given(laws, uniform_numbers)
 def test_a_drawn_token_is_drawn_again_from_the_decoded_row_bit_for_bit(logits: np.ndarray, uniform: float) -> None:
     """What is shipped is what was drawn from: no rounding between the two."""
@@ -247,6 +250,7 @@ def test_a_drawn_token_is_drawn_again_from_the_decoded_row_bit_for_bit(logits: n
     assert [draw(row, uniform) for row in decoded] == [draw(row, uniform) for row in rows]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30).filter(any), uniform_numbers)
 def test_no_draw_gives_a_token_without_probability(weights: list[float], uniform: float) -> None:
     tokens, masses = draw_dense(torch.tensor([weights]), [uniform])
@@ -267,7 +271,7 @@ def test_the_ends_of_the_unit_interval(uniform: float) -> None:
     assert draw_dense(weights, [uniform])[0] == [1 if uniform == 0 else 3]
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_draws_follow_the_row(seed: int) -> None:
     """Equally spaced uniforms hit each token in proportion to its probability, to one in a thousand."""
