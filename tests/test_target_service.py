@@ -30,6 +30,7 @@ from specdec.v1 import target_pb2 as pb
 from specdec.v1 import target_pb2_grpc, types_pb2
 from specdec.worker import eos_token_ids, running
 from target_service.__main__ import SERVICE, built
+from target_service.scorer import Round, Scorer, ScoreTask
 
 NUM_TOKENS = 300  # of the tokenizer; the model pads its logits up to VOCAB_SIZE
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -439,6 +440,26 @@ async def test_a_session_that_is_not_finite_fails_alone(model_folder, tmp_path, 
             assert answer.tail_tokens == alone.tail_tokens
         assert (await streams[0].score(6, [3])).cached_len == 7
         assert (await Stream(channel, sick).score(1, [3])).cached_len == 0, "nothing of it stays"
+
+
+def test_of_the_sessions_in_one_forward_only_the_one_that_is_not_finite_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever shares the arithmetic with NaN gets the rows that it gets alone."""
+    finished: dict[ScoreTask, Scores] = {}
+    failed: dict[ScoreTask, BaseException] = {}
+    monkeypatch.setattr(ScoreTask, "finish", finished.__setitem__)
+    monkeypatch.setattr(ScoreTask, "fail", failed.__setitem__)
+    logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    logits[3, 17] = math.nan
+    scorer = Scorer(NUM_TOKENS)
+    given = Round(0, [5], [7], [[7, 8]])
+    tasks = [scorer.task(Session(name, 1, PLAIN, 1), given, match=False) for name in "abc"]
+    scorer(tasks, logits)
+    assert list(finished) == [tasks[0], tasks[2]]
+    assert list(failed) == [tasks[1]]
+    together = dict(finished)
+    for task, rows in ((tasks[0], logits[:2]), (tasks[2], logits[4:])):
+        scorer([task], rows)
+        assert finished[task] == together[task]
 
 
 def score(**fields: Any) -> pb.ScoreRequest:
