@@ -67,7 +67,10 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     if not template:
         return None
     special = {name: _content(config[name]) for name in SPECIAL_TOKENS if config.get(name)}
-    return ChatTemplate(template, special)
+    try:
+        return ChatTemplate(template, special)
+    except TemplateError as error:
+        raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
 
 
 def _default_template(template: Any) -> str | None:

@@ -1,12 +1,16 @@
 -- Take a session over: raise the epoch, so that whoever had it can commit nothing more, and return all of it.
 -- A session that has ended keeps its epoch: there is nothing to own.
 -- KEYS: meta, tokens, origins, logprobs
--- ARGV: '1' to raise the epoch, '0' only to read
+-- ARGV: '1' to take over, '0' only to read; time to live (ms)
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {}
 end
 if ARGV[1] == '1' and redis.call('HGET', KEYS[1], 'status') == 'active' then
   redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+  -- a session that is resumed just before it expires must not vanish before its next commit
+  for _, key in ipairs(KEYS) do
+    redis.call('PEXPIRE', key, ARGV[2])
+  end
 end
 return {redis.call('HGETALL', KEYS[1]), redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or '',
   redis.call('GET', KEYS[4]) or ''}

@@ -137,7 +137,7 @@ class SessionStore:
         return Status(status.decode())
 
     async def _read(self, session_id: str, claim: str) -> Session:
-        found = await _answer(self._claim(keys=keys(session_id), args=[claim]))
+        found = await _answer(self._claim(keys=keys(session_id), args=[claim, self._ttl_ms]))
         if not found:
             raise _not_found()
         return _session(session_id, *found)

@@ -164,16 +164,22 @@ class TargetWorkers:
         stream: WorkerStream[target_pb2.ScoreResponse] = WorkerStream(
             self._stub.Score, session.session_id, opening, closing, self._timeout_s
         )
-        return Scorer(stream, vocab_size, self._patience_s)
+        return Scorer(stream, vocab_size, session.sampling.num_logprobs is not None, self._patience_s)
 
 
 class Scorer:
     """Scores one session's proposals; waits for a target worker to be back, for as long as the session has patience."""
 
-    def __init__(self, stream: WorkerStream[target_pb2.ScoreResponse], vocab_size: int, patience_s: float) -> None:
+    def __init__(
+        self,
+        stream: WorkerStream[target_pb2.ScoreResponse],
+        vocab_size: int,
+        wants_logprobs: bool,
+        patience_s: float,
+    ) -> None:
         self._stream = stream
-        self._vocab_size, self._patience_s = vocab_size, patience_s
-        self._last: Scored | None = None
+        self._vocab_size, self._wants_logprobs = vocab_size, wants_logprobs
+        self._patience_s = patience_s
 
     async def score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
         """Return K + 1 rows. Repeating a call is harmless: the same message has the same answer."""
@@ -197,6 +203,8 @@ class Scorer:
         reply = await self._stream.ask(committed, message)
         try:
             scores = wire.scores_from_proto(reply, proposal, self._vocab_size)
+            if bool(scores.logprobs) != self._wants_logprobs:
+                raise wire.MalformedReply("log probabilities that are missing, or were not asked for")
         except (wire.MalformedReply, ValueError) as error:
             self._stream.drop()
             raise Unavailable(f"a target worker answered against the contract: {error}") from error
