@@ -386,7 +386,11 @@ async def run(num_generations: int, names: Sequence[str], folder: Path) -> list[
     transformers.utils.logging.disable_progress_bar()
     target, draft = save_pair(folder)
     async with services(target, draft) as started:
-        return [await judge(name, num_generations, started, target, draft) for name in names]
+        results = []
+        for name in names:
+            results.append(await judge(name, num_generations, started, target, draft))
+            print(f"{name}: {results[-1].agreement}", flush=True)
+        return results
 
 
 def main() -> None:

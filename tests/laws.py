@@ -144,7 +144,7 @@ class Enumeration:
         return {text: prob for text, prob in law.items() if prob}
 
 
-EXTRA_EDGES = (Fraction(1, 7), Fraction(5, 8))  # where nothing should change
+EXTRA_EDGES = (Fraction(5, 8),)  # where nothing should change
 
 
 def turns(weights: Sequence[Fraction]) -> list[Fraction]:

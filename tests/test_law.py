@@ -175,7 +175,7 @@ def test_residual_that_rounding_emptied_is_the_target() -> None:
 # ---- generate
 
 SEED_OF_TARGET, SEED_OF_DRAFT = 12, 11
-NUM_GENERATIONS = 4_000
+NUM_GENERATIONS = 3_000
 REJECT_BELOW = 1e-6
 
 
@@ -206,12 +206,12 @@ CASES = {
     "K = 3": Case(num_generations=20_000),
     "K = 0": Case(0),
     "K = 1": Case(1),
-    "automatic K": Case(None, num_tokens=6, num_generations=3_000),
+    "automatic K": Case(None, num_tokens=6),
     "nucleus of the draft": Case(support_mass=0.9),
     "supports of three": Case(support_max=3),
     "n-gram": Case(drafter=RepeatingDrafter),
     "penalties": Case(sampling=PENALTIES, prompt=(0,)),
-    "lost drafter": Case(drafter=FlakyDrafter, num_tokens=6, num_generations=3_000),
+    "lost drafter": Case(drafter=FlakyDrafter, num_tokens=6),
     "temperature and bias": Case(sampling=SamplingParams(temperature=0.7, logit_bias={1: 1.5, 3: -2.0})),
     "top_k and top_p": Case(sampling=SamplingParams(top_k=4, top_p=0.9, temperature=1.3), support_max=3),
     "min_p": Case(sampling=SamplingParams(min_p=0.15)),
