@@ -446,8 +446,8 @@ def test_of_the_sessions_in_one_forward_only_the_one_that_is_not_finite_fails(mo
     """Whoever shares the arithmetic with NaN gets the rows that it gets alone."""
     finished: dict[ScoreTask, Scores] = {}
     failed: dict[ScoreTask, BaseException] = {}
-    monkeypatch.setattr(ScoreTask, "finish", finished.__setitem__)
-    monkeypatch.setattr(ScoreTask, "fail", failed.__setitem__)
+    monkeypatch.setattr(ScoreTask, "finish", lambda task, scores: finished.update({task: scores}))
+    monkeypatch.setattr(ScoreTask, "fail", lambda task, error: failed.update({task: error}))
     logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits[3, 17] = math.nan
     scorer = Scorer(NUM_TOKENS)
