@@ -64,7 +64,7 @@ class Mutant(Enumeration):
 
 @dataclass(frozen=True)
 class AcceptsAll(Mutant):
-    """Keeps every draft token (transformers 28508: a shape mismatch made every comparison true)."""
+    """Keeps every draft token (transformers 28508: a faulty count of the matches)."""
 
     total_variation: float = 0.5215
 
@@ -91,7 +91,7 @@ class RecoversFromTarget(Mutant):
 
 @dataclass(frozen=True)
 class SoftmaxOverResidual(RecoversFromTarget):
-    """Normalises the residual by softmax (DeepSpec 31): tokens that are owed nothing come back."""
+    """Normalises the residual by softmax (transformers 28508): tokens that are owed nothing come back."""
 
     total_variation: float = 0.2718
 
@@ -281,7 +281,7 @@ class CloseSharesDraft(AcceptSharesDraft):
 
 @dataclass(frozen=True)
 class ShipsAnotherRow(Mutant):
-    """Draws at temperature 1/2 and ships the row of temperature 1 (DeepSpec 31, vLLM 40149)."""
+    """Draws at temperature 1/2 and ships the row of temperature 1."""
 
     total_variation: float = 0.1185
 
@@ -310,7 +310,7 @@ class ArgmaxDrafts(ShipsAnotherRow):
 
 @dataclass(frozen=True)
 class RoundsAfterDrawing(ShipsAnotherRow):
-    """Draws, and then rounds the row to bfloat16: half a per cent, which no chi-square sees."""
+    """Draws in one number format and ships another, here bfloat16 (DeepSpec 31): too little for any chi-square."""
 
     total_variation: float = 0.0009
 
@@ -381,6 +381,16 @@ class StopsBeforeUnsure(Mutant):
         for token, chance in zip(row.token_ids, row.probs, strict=True):
             for rest, weight in self.proposals((*history, token), num_draft_tokens - 1):
                 yield Proposal((token, *rest.tokens), (row, *rest.rows)), chance * weight
+
+
+@dataclass(frozen=True)
+class DropsRows(Mutant):
+    """No mistake: draws from a row and ships the token as certain (vLLM 40149). Exact, only fewer are accepted."""
+
+    def proposals(self, history: History, num_draft_tokens: int) -> Iterator[tuple[Proposal, Fraction]]:
+        """Ship one-hot rows."""
+        for proposal, chance in Enumeration(self.pair).proposals(history, num_draft_tokens):
+            yield Proposal(proposal.tokens, tuple(Row((token,), (Fraction(1),)) for token in proposal.tokens)), chance
 
 
 # ---- the scorer
