@@ -5,8 +5,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-from specdec.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
-
 import coordinator  # noqa: F401  # sets grpc's environment before grpc is imported
 from coordinator.chat import load_chat_template
 from coordinator.draft_length import Costs
@@ -19,7 +17,8 @@ from coordinator.sessions import SessionStore, open_store
 from coordinator.workers import DraftWorkers, TargetWorkers
 from specdec.config import CoordinatorSettings, load
 from specdec.errors import SpecdecError
-from specdec.rpc import Server, open_worker_channel, run_service
+from specdec.rpc import CannotServe, Server, open_worker_channel, run_service
+from specdec.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.v1 import generation_pb2_grpc
 
 SERVICE = "specdec.v1.GenerationService"
@@ -30,7 +29,7 @@ def main() -> None:
     settings = load(CoordinatorSettings, "coordinator")
     try:
         asyncio.run(run_service(settings, "coordinator", SERVICE, lambda server: built(settings, server)))
-    except (SpecdecError, OSError, ValueError) as error:
+    except (CannotServe, SpecdecError, OSError, ValueError) as error:
         sys.exit(f"coordinator: {error}")
 
 

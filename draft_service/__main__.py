@@ -12,7 +12,7 @@ from draft_service.drafters import Drafter
 from draft_service.ngram import NgramDrafter
 from draft_service.servicer import DraftServicer
 from specdec.config import DraftSettings, load
-from specdec.rpc import Server, run_service
+from specdec.rpc import CannotServe, Server, run_service
 from specdec.v1 import draft_pb2_grpc
 
 SERVICE = "specdec.v1.DraftService"
@@ -25,7 +25,7 @@ def main() -> None:
     try:
         drafter_names(settings)
         asyncio.run(run_service(settings, "draft", SERVICE, lambda server: built(settings, server)))
-    except (OSError, ValueError) as error:
+    except (CannotServe, OSError, ValueError) as error:
         sys.exit(f"draft_service: {error}")
 
 

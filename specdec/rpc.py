@@ -5,10 +5,11 @@ SIGTERM: not serving, drain, close.
 """
 
 import asyncio
+import gc
 import json
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -61,6 +62,10 @@ def open_worker_channel(address: str, service: str) -> grpc.aio.Channel:
     config = {"loadBalancingConfig": [policy], "healthCheckConfig": {"serviceName": service}}
     options = (*_CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config)))
     return grpc.aio.insecure_channel(address, options=options)
+
+
+class CannotServe(Exception):
+    """The service cannot start, or cannot go on. The message is for people."""
 
 
 class Malformed:
@@ -150,9 +155,10 @@ class Server:
         self._health = health.aio.HealthServicer()
         self.grpc = grpc.aio.server(interceptors=[self._statuses], options=_SERVER_OPTIONS)
         self.port = 0
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def listen(self) -> None:
-        """Open the port. Raises OSError with a sentence if it is taken."""
+        """Open the port. Raises CannotServe if it is taken."""
         address = f"{self._settings.host}:{self._settings.port}"
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -160,7 +166,9 @@ class Server:
         try:
             self.port = self.grpc.add_insecure_port(address)
         except RuntimeError:
-            raise OSError(f"cannot listen on {address}: the port is in use or not allowed; choose another") from None
+            raise CannotServe(
+                f"cannot listen on {address}: the port is in use or not allowed; choose another"
+            ) from None
         await self._health.set(self._service, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
@@ -170,6 +178,11 @@ class Server:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         self._statuses.ready = ready
         await self._health.set(self._service, status)
+
+    def fail(self, reason: str) -> None:
+        """End the process with an error: what serves cannot be mended from inside."""
+        if not self.failure.done():
+            self.failure.set_result(reason)
 
     async def stop(self) -> None:
         """Refuse new calls, let running ones end within the drain time, close."""
@@ -184,7 +197,7 @@ Build = Callable[[Server], AbstractAsyncContextManager[None]]
 
 @asynccontextmanager
 async def serving(settings: ServiceSettings, service: str, build: Build) -> AsyncIterator[Server]:
-    """Give a server that is ready; drain and close it at the end. Raises OSError if a port is taken."""
+    """Give a server that is ready; drain and close it at the end. Raises CannotServe if a port is taken."""
     server = Server(settings, service)
     await server.listen()
     get_logger().info("listening", port=server.port, metrics_port=serve_metrics(settings))
@@ -200,21 +213,32 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
 
 
 async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:
-    """Run one service until SIGTERM or SIGINT, also while it still loads. Raises OSError if a port is taken."""
+    """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
     configure_logs(name, settings.log_level, settings.log_format)
-    stopping, ready = asyncio.Event(), asyncio.Event()
+    stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-
-    async def serve() -> None:
-        async with serving(settings, service, build):
-            ready.set()
-            await stopping.wait()
-
-    running, told = asyncio.create_task(serve()), asyncio.create_task(stopping.wait())
+    told = asyncio.create_task(stopping.wait())
+    running = asyncio.create_task(_serve_until(told, settings, service, build))
     await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
-    told.cancel()
-    if not ready.is_set() and not running.done():
-        running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
+    if running.done():
+        told.cancel()
+    await running
+    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
+    gc.freeze()
+
+
+async def _serve_until(told: "asyncio.Task[Any]", settings: ServiceSettings, service: str, build: Build) -> None:
+    """Serve until told to stop; stop loading at once when told so early."""
+    stack = AsyncExitStack()
+    entering = asyncio.ensure_future(stack.enter_async_context(serving(settings, service, build)))
+    await asyncio.wait({entering, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not entering.done():
+        entering.cancel()
+        await asyncio.gather(entering, return_exceptions=True)
+        return
+    async with stack:
+        server = entering.result()
+        await asyncio.wait({server.failure, told}, return_when=asyncio.FIRST_COMPLETED)
+    if server.failure.done():
+        raise CannotServe(server.failure.result())

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from specdec.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokeni
 from specdec.types import ModelInfo
 
 STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
+HOPELESS = 5.0  # times as long: the process ends, for whoever watches over it to start another
 WATCH_S = 1.0
 
 
@@ -28,6 +30,7 @@ async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel,
     Raises ModelRefused, CacheFull or TokenizerMissing.
     """
     torch.set_num_threads(settings.num_threads)
+    os.environ["TQDM_DISABLE"] = "1"  # logs are events, one a line
     return await asyncio.to_thread(_load, settings, name)
 
 
@@ -93,7 +96,9 @@ async def running(
         watching.cancel()
         with suppress(asyncio.CancelledError):
             await watching
-        await asyncio.to_thread(engine.stop)
+        # a thread that hangs cannot be joined; it dies with the process
+        if not engine.is_stalled(stalled_s):
+            await asyncio.to_thread(engine.stop)
 
 
 async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watch_s: float) -> None:
@@ -105,6 +110,8 @@ async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watc
             get_logger().error("engine_stalled", stalled=stalled, step_age_s=engine.last_step_age_s)
             await server.set_ready(not stalled)
         was_stalled = stalled
+        if engine.is_stalled(HOPELESS * stalled_s):
+            server.fail("the engine has stopped, or hangs; the log has the cause, a new process the remedy")
 
 
 async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from specdec.config import TargetSettings, load
 from specdec.engine import EngineError
-from specdec.rpc import Server, run_service
+from specdec.rpc import CannotServe, Server, run_service
 from specdec.v1 import target_pb2_grpc
 from specdec.worker import load_model, new_engine, running
 from target_service.metrics import METRICS
@@ -22,7 +22,7 @@ def main() -> None:
     settings = load(TargetSettings, "target_service")
     try:
         asyncio.run(run_service(settings, "target", SERVICE, lambda server: built(settings, server)))
-    except (EngineError, OSError, ValueError) as error:
+    except (CannotServe, EngineError, OSError, ValueError) as error:
         sys.exit(f"target_service: {error}")
 
 
