@@ -3,13 +3,13 @@
 import asyncio
 import json
 import math
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from specdec.config import ModelSettings
 from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
@@ -30,7 +30,7 @@ async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel,
     Raises ModelRefused, CacheFull or TokenizerMissing.
     """
     torch.set_num_threads(settings.num_threads)
-    os.environ["TQDM_DISABLE"] = "1"  # logs are events, one a line
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
     return await asyncio.to_thread(_load, settings, name)
 
 
