@@ -10,8 +10,9 @@ import pytest
 import pytest_asyncio
 import torch
 import transformers
+from laws import agreement, joint_law
 
-from benchmarks.law import CASES, MAX_DEVIATIONS, PROMPT, Services, judge, save_pair, services
+from benchmarks.law import CASES, MAX_DEVIATIONS, NUM_TOKENS, PROMPT, Services, judge, laws_of, save_pair, services
 from specdec.randomness import Key, Purpose, uniform
 from specdec.rpc import open_channel
 from specdec.sampling import draw
@@ -68,10 +69,12 @@ async def proposed(address: str, sampling: SamplingParams, num_draft_tokens: int
 async def test_text_through_the_network_has_the_targets_law(
     name: str, started: Services, pair: tuple[Path, Path]
 ) -> None:
-    """Joint chi-square over four tokens; and the acceptance rate is the laws' own."""
+    """Joint chi-square over four tokens, which can tell target from draft; the acceptance rate is the laws' own."""
     num_generations = NUM_GENERATIONS.get(name, NUM_OTHER_GENERATIONS)
     result = await judge(name, num_generations, started, *pair)
     print(f"{name}: {result.agreement}, {result.deviations:+.1f} standard errors")
     assert result.agreement.p_value > REJECT_BELOW
+    draft_law = joint_law(laws_of(pair[1], CASES[name].sampling), NUM_TOKENS)
+    assert agreement([completion.tokens for completion in result.completions], draft_law).p_value < REJECT_BELOW
     assert abs(result.deviations) < MAX_DEVIATIONS
     assert len(result.completions) == num_generations
