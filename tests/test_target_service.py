@@ -635,7 +635,10 @@ async def test_an_engine_without_progress_is_not_serving() -> None:
     @asynccontextmanager
     async def build_hung(server: Server) -> AsyncIterator[None]:
         async with running(engine, server, stalled_s=0.01, watch_s=0.001):
-            yield
+            try:
+                yield
+            finally:
+                release.gate.set()  # else a failure of this test would wait for the engine for ever
 
     async with (
         serving(settings, SERVICE, build_hung) as server,
