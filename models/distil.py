@@ -8,8 +8,17 @@ import torch
 from learning import Forward
 from rows import Rows, read_rows
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 PROMPT_WEIGHT = 0.25  # of a position in a prompt; in service the draft proposes what follows one
+
+
+@torch.no_grad()
+def embed_like(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
+    """Start the draft's embeddings as the target's, seen along their principal axes: [vocabulary, draft's hidden]."""
+    wanted, given = target.get_input_embeddings().weight.float(), draft.get_input_embeddings().weight
+    axes = torch.linalg.svd(wanted, full_matrices=False).Vh[: given.shape[1]]
+    given.copy_(wanted @ axes.T)
 
 
 def row_batches(work: Path, size: int, seed: int) -> Iterator[Rows]:

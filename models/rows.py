@@ -113,17 +113,20 @@ def sample_rows(model: LlamaForCausalLM, prompts: Tensor, temperatures: Tensor, 
 def write_rows(model: LlamaForCausalLM, work: Path, minutes: float) -> None:
     """Sample batch after batch from prompts cut from training files, for a time budget; a batch is a file."""
     (work / "rows").mkdir(exist_ok=True)
-    began, random = time.monotonic(), np.random.default_rng(1)
-    prompts = epoch(work, 0, random)
+    began = time.monotonic()
+    prompts = epoch(work, 0, np.random.default_rng(1))
     temperatures = torch.tensor([TEMPERATURES[index % len(TEMPERATURES)] for index in range(SEQUENCES)])
     for number in range(rank(), len(prompts) // SEQUENCES, count()):
+        path = work / "rows" / f"{number:04}.safetensors"
+        if path.exists():
+            continue
         if time.monotonic() - began > 60 * minutes:
             break
-        length = PROMPT_LENGTHS[int(random.integers(len(PROMPT_LENGTHS)))]
+        length = PROMPT_LENGTHS[number * 7 % len(PROMPT_LENGTHS)]  # all of them, long and short in turn
         chosen = prompts[number * SEQUENCES : (number + 1) * SEQUENCES, :length]
         rows = sample_rows(model, torch.from_numpy(chosen.astype(np.int64)), temperatures, seed=number)
         tensors = {name: getattr(rows, name) for name in Rows.__slots__}
-        save_file(tensors, work / "rows" / f"{number:04}.safetensors")
+        save_file(tensors, path)
         print(f"rows {number}: {SEQUENCES} sequences, {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from corpus import END_OF_TEXT, copy_held_out, epoch, prepare
-from distil import distillation_loss, row_batches
+from distil import distillation_loss, embed_like, row_batches
 from learning import Forward, Recipe, Run, llama_config, train
 from rows import write_rows
 from torch import Tensor
@@ -68,6 +68,7 @@ def train_draft(work: Path, minutes: float) -> None:
     """Distil the draft from the rows: 2.6M parameters in two layers, the fewest that can repeat what a prompt said."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(llama_config(hidden=256, layers=2, heads=4, intermediate=768))
+    embed_like(LlamaForCausalLM.from_pretrained(work / "target"), model)
     run = Run(model, Recipe(muon=0.02, adam=0.005, minutes=minutes), work / "draft.pt")
     batches = row_batches(work, DRAFT_BATCH // count(), seed=run.step + rank())
     train(run, batches, distillation_loss)
