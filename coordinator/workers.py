@@ -14,13 +14,15 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from specdec import wire
-from specdec.errors import Fenced, InvalidArgument, SpecdecError, Unavailable, from_rpc_error
+from specdec.errors import Fenced, InvalidArgument, Overloaded, SpecdecError, Unavailable, from_rpc_error
 from specdec.rpc import SESSION_METADATA_KEY
 from specdec.types import ModelInfo, Proposal, SamplingParams, Scores
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
 
 DESCRIBE_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 1.0  # until a stream that has failed says why
 NO_PROPOSAL = Proposal()
+LOST_STREAM = "a worker ended the session's stream"
 RETRY_S = 0.1  # between attempts at a target worker that is not there
 DRAFT_PAUSE_S = (0.25, 8.0)  # without a draft worker: first and longest pause before it is asked again
 
@@ -71,9 +73,10 @@ class WorkerStream(Generic[ReplyT]):
         except TimeoutError:
             self.drop()
             raise Unavailable(f"a worker did not answer within {self._timeout_s:g} s") from None
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            ending = await self._ending()
             self.drop()
-            raise from_rpc_error(error) from error
+            raise ending from error
         except BaseException:
             self.drop()
             raise
@@ -89,11 +92,24 @@ class WorkerStream(Generic[ReplyT]):
             await self._stream.write(message(start, committed[start:]))
             reply = await self._stream.read()
             if reply is grpc.aio.EOF:
-                raise await _ending(self._stream)
+                raise asyncio.InvalidStateError("the worker ended the stream")
             if reply.cached_len >= start:
                 self._held = min(reply.cached_len, len(committed))
                 return reply  # type: ignore[no-any-return]
             self._held = reply.cached_len
+
+    async def _ending(self) -> SpecdecError:
+        """Return why the stream ended; what a write or a read raises on a stream that ends is not the reason."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                code = await self._stream.code()
+                trailers = await self._stream.initial_metadata(), await self._stream.trailing_metadata()
+                details = await self._stream.details()
+        except TimeoutError:
+            return Unavailable(LOST_STREAM)
+        if code == grpc.StatusCode.OK:
+            return Unavailable(LOST_STREAM)
+        return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
 
     def keep(self, num_tokens: int, cached_len: int) -> None:
         """Note that the worker's first `num_tokens` tokens are committed now, of the `cached_len` that it holds."""
@@ -118,16 +134,6 @@ class WorkerStream(Generic[ReplyT]):
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
             pass  # the worker is gone, and its cache with it
         self.drop()
-
-
-async def _ending(stream: Any) -> Exception:
-    """Return the error of a stream that ended although an answer was due."""
-    code = await stream.code()
-    if code == grpc.StatusCode.OK:
-        return Unavailable("a worker ended the session's stream")
-    return grpc.aio.AioRpcError(
-        code, await stream.initial_metadata(), await stream.trailing_metadata(), await stream.details()
-    )
 
 
 # ---- target
@@ -187,7 +193,7 @@ class Scorer:
         while True:
             try:
                 return await self._score(committed, proposal)
-            except Unavailable:
+            except (Unavailable, Overloaded):
                 if time.monotonic() >= deadline:
                     raise
                 await asyncio.sleep(RETRY_S)

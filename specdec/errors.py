@@ -24,6 +24,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "specdec"
+BROKEN_CALL_CODES = frozenset(
+    {
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+    }
+)
 
 
 class SpecdecError(Exception):
@@ -180,8 +188,11 @@ def _rebuilt(
 
 
 def _kind_of_code(code: grpc.StatusCode) -> type[SpecdecError]:
-    """Calls that ran out of time or were cut off can be made again; the rest follow the table."""
-    if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNKNOWN):
+    """Calls that ran out of time or were cut off can be made again; the rest follow the table.
+
+    Our own INTERNAL has an ErrorInfo; one without is how the library reports a connection that broke.
+    """
+    if code in BROKEN_CALL_CODES:
         return Unavailable
     return next((kind for kind in ERRORS if kind.code == code and kind is not NonFiniteRow), Internal)
 
