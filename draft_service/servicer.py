@@ -49,7 +49,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         finally:
             get_logger().info(
                 "session_left",
-                session=session.session_id,
+                session_id=session.session_id,
                 epoch=session.epoch,
                 drafter=drafter.name,
                 rounds=num_rounds,
@@ -97,7 +97,7 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> Ask:
 def _report(drafter: Drafter, session: Session, ask: Ask, drafted: Drafted) -> None:
     get_logger().debug(
         "round_drafted",
-        session=session.session_id,
+        session_id=session.session_id,
         drafter=drafter.name,
         start=ask.start,
         num_tokens=len(ask.tokens),

@@ -48,7 +48,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self._engine.forget(session.session_id)
         finally:
             get_logger().info(
-                "session_left", session=session.session_id, epoch=session.epoch, rounds=num_rounds, closed=stream.closed
+                "session_left", session_id=session.session_id, epoch=session.epoch, rounds=num_rounds, closed=stream.closed
             )
 
     async def _score(self, session: Session, message: target_pb2.Score, match: bool) -> target_pb2.ScoreResponse:
@@ -102,7 +102,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         METRICS.observe_round(len(given.draft_tokens) + 1, task.timings)
         get_logger().debug(
             "round_scored",
-            session=session.session_id,
+            session_id=session.session_id,
             start=given.start,
             num_tokens=len(given.tokens),
             num_draft_tokens=len(given.draft_tokens),
