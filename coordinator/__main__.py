@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import coordinator  # noqa: F401  # sets grpc's environment before grpc is imported
 from coordinator.chat import load_chat_template
+from coordinator.draft import DraftWorkers
 from coordinator.draft_length import Costs
 from coordinator.live import LiveSessions
 from coordinator.models import Models
@@ -14,7 +15,7 @@ from coordinator.requests import Prompts
 from coordinator.service import Coordinator
 from coordinator.servicer import GenerationServicer
 from coordinator.sessions import SessionStore, open_store
-from coordinator.workers import DraftWorkers, TargetWorkers
+from coordinator.target import TargetWorkers
 from specdec.config import CoordinatorSettings, load
 from specdec.errors import SpecdecError
 from specdec.rpc import CannotServe, Server, open_worker_channel, run_service

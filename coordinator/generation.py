@@ -6,22 +6,23 @@ Nothing here awaits, logs, reads clocks or draws randomness.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from coordinator.text import Detokenizer, StopText
 from specdec.randomness import Key, Purpose, uniform, uniforms
-from specdec.types import Origin, Proposal, RowLogprobs, SamplingParams, Scores, Uniforms, Verdict
+from specdec.types import (
+    FinishReason,
+    Origin,
+    Proposal,
+    RowLogprobs,
+    SamplingParams,
+    Scores,
+    Statistics,
+    TokenLogprobs,
+    Uniforms,
+    Verdict,
+)
 
 DIGEST_BYTES = 16
-
-
-class FinishReason(Enum):
-    """Why a session ended; the values are those of specdec.v1.FinishReason."""
-
-    EOS = 1
-    STOP = 2
-    LENGTH = 3
-    CANCELLED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +32,6 @@ class Limits:
     max_new_tokens: int
     context_length: int  # prompt and completion together
     eos_token_ids: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Sums over a session; durations in seconds."""
-
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_tokens: int = 0
-    draft_s: float = 0.0
-    score_s: float = 0.0
-    commit_s: float = 0.0
-    total_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The emitted token's log probability and the most probable tokens at its position, in nats."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator import metrics
+from coordinator.draft import NoDrafter, SessionDrafter
 from coordinator.draft_length import DraftLength
-from coordinator.generation import Chunk, FinishReason, Generation, Round, Statistics
+from coordinator.generation import Chunk, Generation, Round
 from coordinator.rounds import run_rounds
 from coordinator.sessions import Session, SessionCancelled, SessionStore
-from coordinator.workers import NoDrafter, Scorer, SessionDrafter
+from coordinator.target import Scorer
 from specdec.errors import DataLoss, Overloaded, Unavailable
+from specdec.types import FinishReason, Statistics
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Mapping
 
-from coordinator.workers import DraftWorkers, TargetWorkers
+from coordinator.draft import DraftWorkers
+from coordinator.target import TargetWorkers
 from specdec.errors import InvalidArgument, Mismatch, SpecdecError, Unavailable
 from specdec.telemetry import get_logger
 from specdec.types import ModelInfo

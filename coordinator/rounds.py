@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from coordinator.acceptance import accept
+from coordinator.draft import Drafted
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Generation, Round
-from coordinator.workers import Drafted, Scored
+from coordinator.target import Scored
 from specdec.types import Proposal
 
 MAX_FED_TOKENS = 40  # a round whose worker had to read more than a round's tokens says nothing of rounds to come

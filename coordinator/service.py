@@ -3,14 +3,16 @@
 from dataclasses import dataclass
 
 from coordinator import metrics, requests
+from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
 from coordinator.generation import Generation, chain
 from coordinator.live import Live, LiveSessions, Team
 from coordinator.models import Models
 from coordinator.requests import Plan, Prompts
 from coordinator.sessions import Session, SessionStore, Status
+from coordinator.streams import WorkerSession
+from coordinator.target import TargetWorkers
 from coordinator.text import StreamDetokenizer
-from coordinator.workers import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter, TargetWorkers, WorkerSession
 from specdec.errors import SpecdecError
 from specdec.telemetry import get_logger
 from specdec.types import SamplingParams, SpeculationParams

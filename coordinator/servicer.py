@@ -7,14 +7,14 @@ from typing import Any, TypeVar
 import grpc
 
 from coordinator import metrics, requests
-from coordinator.generation import Chunk, Emitted, Generation, Statistics
+from coordinator.generation import Chunk, Emitted, Generation
 from coordinator.live import Live
 from coordinator.service import Coordinator
 from coordinator.sessions import Status, statistics_to_proto
 from specdec import wire
 from specdec.errors import InvalidArgument, SpecdecError
 from specdec.telemetry import get_logger
-from specdec.types import MAX_DRAFT_TOKENS
+from specdec.types import MAX_DRAFT_TOKENS, Statistics
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 

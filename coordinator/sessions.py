@@ -20,9 +20,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import RedisError
 
-from coordinator.generation import Emitted, FinishReason, Round, Statistics, TokenLogprobs
+from coordinator.generation import Emitted, Round
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, Unavailable
-from specdec.types import Origin
+from specdec.types import FinishReason, Origin, Statistics, TokenLogprobs
 from specdec.v1 import generation_pb2
 
 SOCKET_TIMEOUT_S = 2.0

@@ -21,12 +21,9 @@ from specdec.completion import (
     Chunk,
     Completion,
     Finish,
-    FinishReason,
     ServedModel,
     Session,
     SessionStatus,
-    Statistics,
-    TokenLogprobs,
     Transcript,
     Usage,
     chunk_from_proto,
@@ -35,7 +32,7 @@ from specdec.completion import (
 )
 from specdec.errors import Fenced, InvalidArgument, Mismatch, Overloaded, SpecdecError, Unavailable, from_rpc_error
 from specdec.rpc import MAX_MESSAGE_BYTES, open_channel
-from specdec.types import Origin, SamplingParams, SpeculationParams
+from specdec.types import FinishReason, Origin, SamplingParams, SpeculationParams, Statistics, TokenLogprobs
 from specdec.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 from specdec.wire import sampling_to_proto
 

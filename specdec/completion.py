@@ -10,18 +10,9 @@ from enum import Enum
 from itertools import pairwise
 
 from specdec.errors import DataLoss, Mismatch
-from specdec.types import ModelInfo, Origin, SamplingParams
+from specdec.types import FinishReason, ModelInfo, Origin, SamplingParams, Statistics, TokenLogprobs
 from specdec.v1 import generation_pb2
 from specdec.wire import model_from_proto, sampling_from_proto
-
-
-class FinishReason(Enum):
-    """Why a session ended."""
-
-    EOS = 1
-    STOP = 2
-    LENGTH = 3
-    CANCELLED = 4
 
 
 class SessionStatus(Enum):
@@ -41,49 +32,12 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Statistics:
-    """How a session went; sums over all of its rounds."""
-
-    num_rounds: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_tokens: int
-    draft_s: float
-    score_s: float
-    commit_s: float
-    total_s: float
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Return accepted / drafted; 0 where nothing was drafted."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Return committed / rounds, the closing token included."""
-        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Return committed tokens a second."""
-        return self.num_tokens / self.total_s if self.total_s else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Finish:
     """How a session ended."""
 
     reason: FinishReason
     usage: Usage
     statistics: Statistics
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """One token's log probability under the model's own law, in nats, and its most probable rivals, best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)

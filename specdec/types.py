@@ -134,3 +134,49 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     eos_token_ids: tuple[int, ...] = ()
+
+
+class FinishReason(Enum):
+    """Why a session ended; the values are those of specdec.v1.FinishReason."""
+
+    EOS = 1
+    STOP = 2
+    LENGTH = 3
+    CANCELLED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How a session went: sums over all of its rounds, durations in seconds."""
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_tokens: int = 0
+    draft_s: float = 0.0
+    score_s: float = 0.0
+    commit_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Return accepted / drafted; 0 where nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Return committed / rounds, the closing token included."""
+        return self.num_tokens / self.num_rounds if self.num_rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return committed tokens a second."""
+        return self.num_tokens / self.total_s if self.total_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """One token's log probability under the model's own law, in nats, and its most probable rivals, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]

@@ -18,8 +18,8 @@ from laws import Enumeration, History, Pair, midpoints, turns
 from toys import DRAFT_S, ToyDrafter, ToyScorer
 
 from coordinator.acceptance import accept, accepts, choose, recover
+from coordinator.draft import Drafted
 from coordinator.draft_length import Costs, DraftLength
-from coordinator.workers import Drafted
 from specdec import randomness
 from specdec.randomness import Key, Purpose
 from specdec.types import Origin, Proposal, Row, Scores, TargetRow, Uniforms, Verdict

@@ -8,18 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.generation import (
-    Chunk,
-    Emitted,
+from coordinator.generation import Chunk, Emitted, Generation, Limits, Round, chain
+from specdec.types import (
     FinishReason,
-    Generation,
-    Limits,
-    Round,
+    Origin,
+    Proposal,
+    Row,
+    RowLogprobs,
+    SamplingParams,
+    Scores,
     Statistics,
+    TargetRow,
     TokenLogprobs,
-    chain,
+    Verdict,
 )
-from specdec.types import Origin, Proposal, Row, RowLogprobs, SamplingParams, Scores, TargetRow, Verdict
 
 EOS = 0
 PROMPT = (5, 6)

@@ -9,12 +9,12 @@ import pytest
 from toys import NoText, ToyDrafter, ToyModel, ToyScorer, markov_logits
 
 from coordinator.draft_length import Costs, DraftLength
-from coordinator.generation import Chunk, FinishReason, Generation, Limits, Round, Statistics, chain
+from coordinator.generation import Chunk, Generation, Limits, Round, chain
 from coordinator.live import Live, LiveSessions, Team
 from coordinator.sessions import SessionStore, Status, open_store
-from coordinator.workers import Scored
+from coordinator.target import Scored
 from specdec.errors import DataLoss, Fenced, NotFound, Overloaded, Unavailable
-from specdec.types import Proposal, SamplingParams
+from specdec.types import FinishReason, Proposal, SamplingParams, Statistics
 
 SEED = 11
 LENGTH = 24

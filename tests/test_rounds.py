@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 import pytest
 from toys import NoText, ToyDrafter, ToyModel, ToyScorer, markov_logits
 
+from coordinator.draft import Drafted
 from coordinator.draft_length import Costs, DraftLength
-from coordinator.generation import FinishReason, Generation, Limits, Round
+from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import run_rounds
-from coordinator.workers import Drafted, Scored
+from coordinator.target import Scored
 from specdec.errors import Fenced, Unavailable
-from specdec.types import Proposal, SamplingParams
+from specdec.types import FinishReason, Proposal, SamplingParams
 
 PROMPT = (1,)
 MAX_TURNS = 100_000  # of the event loop: what has not happened by then waits for itself

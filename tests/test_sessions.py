@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from redis_server import Proxy, RedisServer, running_proxy, running_redis
 
-from coordinator.generation import Emitted, FinishReason, Round, Statistics, TokenLogprobs, chain
+from coordinator.generation import Emitted, Round, chain
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, SpecdecError, Unavailable
-from specdec.types import Origin
+from specdec.types import FinishReason, Origin, Statistics, TokenLogprobs
 
 TTL_S = 1000.0
 SESSION = "a-session"

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from coordinator import generation as generation_module
+from coordinator.draft import Drafted
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import run_rounds
-from coordinator.workers import Drafted, Scored
+from coordinator.target import Scored
 from specdec import randomness
 from specdec.randomness import Key, Purpose
 from specdec.sampling import RowContext, draw, draw_dense, next_token_rows, sparse_rows

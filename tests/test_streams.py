@@ -8,7 +8,8 @@ import grpc
 import numpy as np
 import pytest
 
-from coordinator.workers import TargetWorkers, WorkerSession
+from coordinator.streams import WorkerSession
+from coordinator.target import TargetWorkers
 from specdec.config import TargetSettings
 from specdec.errors import Fenced, Unavailable
 from specdec.rpc import Server, open_channel, serving

@@ -1,0 +1,140 @@
+"""The coordinator's ends of the worker streams: one bidirectional stream a session and worker.
+
+A stream remembers how many of the session's tokens its worker holds, sends only what is new, and repeats from further
+back when the worker says that it holds less. A broken stream is forgotten; the next call opens another, to whichever
+worker the balancer picks, and sends everything.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from specdec import wire
+from specdec.errors import SpecdecError, Unavailable, from_rpc_error
+from specdec.rpc import SESSION_METADATA_KEY
+from specdec.types import SamplingParams
+
+DESCRIBE_TIMEOUT_S = 5.0
+DESCRIBE_METADATA = ((SESSION_METADATA_KEY, "describe"),)
+STATUS_TIMEOUT_S = 1.0  # until a stream that has failed says why
+LOST_STREAM = "a worker ended the session's stream"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSession:
+    """What a worker is told of a session when a stream opens."""
+
+    session_id: str
+    epoch: int
+    sampling: SamplingParams
+    num_prompt_tokens: int
+
+    def opening(self) -> Any:
+        """Return the message."""
+        return wire.open_session(self.session_id, self.epoch, self.sampling, self.num_prompt_tokens)
+
+
+class Reply(Protocol):
+    """What the answers of both workers have."""
+
+    cached_len: int
+
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
+
+
+class WorkerStream(Generic[ReplyT]):
+    """One session's stream to one kind of worker."""
+
+    def __init__(self, call: Callable[..., Any], session_id: str, opening: Any, closing: Any, timeout_s: float) -> None:
+        self._call = call
+        self._metadata = ((SESSION_METADATA_KEY, session_id),)
+        self._opening, self._closing = opening, closing
+        self._timeout_s = timeout_s
+        self._stream: Any = None
+        self._held = 0  # of the committed tokens, how many this stream's worker has
+        self.num_fed = 0  # committed tokens that the worker was sent with the last question
+
+    async def ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
+        """Bring the worker up to date and return its answer to `message(start, tokens)`.
+
+        Raises the worker's SpecdecError; Unavailable if it did not answer in time.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._ask(committed, message)
+        except TimeoutError:
+            self.drop()
+            raise Unavailable(f"a worker did not answer within {self._timeout_s:g} s") from None
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            ending = await self._ending()
+            self.drop()
+            raise ending from error
+        except BaseException:
+            self.drop()
+            raise
+
+    async def _ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
+        if self._stream is None:
+            self._stream = self._call(metadata=self._metadata)
+            await self._stream.write(self._opening)
+        while True:
+            # the last committed token is always sent: a row needs a token to follow
+            start = min(self._held, len(committed) - 1)
+            self.num_fed = len(committed) - start
+            await self._stream.write(message(start, committed[start:]))
+            reply = await self._stream.read()
+            if reply is grpc.aio.EOF:
+                raise asyncio.InvalidStateError("the worker ended the stream")
+            if reply.cached_len >= start:
+                self._held = min(reply.cached_len, len(committed))
+                return reply  # type: ignore[no-any-return]
+            self._held = reply.cached_len
+
+    async def _ending(self) -> SpecdecError:
+        """Return why the stream ended; what a write or a read raises on a stream that ends is not the reason."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                code = await self._stream.code()
+                trailers = await self._stream.initial_metadata(), await self._stream.trailing_metadata()
+                details = await self._stream.details()
+        except TimeoutError:
+            return Unavailable(LOST_STREAM)
+        if code == grpc.StatusCode.OK:
+            return Unavailable(LOST_STREAM)
+        return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
+
+    def keep(self, num_tokens: int, cached_len: int) -> None:
+        """Note that the worker's first `num_tokens` tokens are committed now, of the `cached_len` that it holds."""
+        if self._stream is not None:
+            self._held = min(num_tokens, cached_len)
+
+    def drop(self) -> None:
+        """Forget the stream; the worker keeps its cache for whoever comes back."""
+        if self._stream is not None:
+            self._stream.cancel()
+        self._stream, self._held = None, 0
+
+    async def close(self) -> None:
+        """End the session at the worker."""
+        if self._stream is None:
+            return
+        try:
+            async with asyncio.timeout(1.0):
+                await self._stream.write(self._closing)
+                await self._stream.done_writing()
+                await self._stream.read()
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
+            pass  # the worker is gone, and its cache with it
+        self.drop()
+
+
+async def answered(call: Awaitable[Any]) -> Any:
+    """Return the answer of a call that has one. Raises the worker's SpecdecError."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
