@@ -48,7 +48,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self._engine.forget(session.session_id)
         finally:
             get_logger().info(
-                "session_left", session_id=session.session_id, epoch=session.epoch, rounds=num_rounds, closed=stream.closed
+                "session_left",
+                session_id=session.session_id,
+                epoch=session.epoch,
+                rounds=num_rounds,
+                closed=stream.closed,
             )
 
     async def _score(self, session: Session, message: target_pb2.Score, match: bool) -> target_pb2.ScoreResponse:
