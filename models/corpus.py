@@ -91,9 +91,9 @@ def token_stream(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
 
 
 def prepare(work: Path) -> None:
-    """Write the tokenizer and the token streams of library and tests to the work folder."""
-    texts = training_texts()
-    tokenizer = train_tokenizer(iter(texts["library"]))
+    """Write the tokenizer, a new one unless there is one to start from, and the token streams of library and tests."""
+    texts, given = training_texts(), work / "start" / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(given)) if given.exists() else train_tokenizer(iter(texts["library"]))
     for kind, documents in texts.items():
         stream = token_stream(tokenizer, documents)
         np.save(work / f"{kind}.npy", stream)

@@ -14,6 +14,7 @@ from workers import agreed, average_gradients, rank
 
 Batch = TypeVar("Batch")
 Forward = Callable[..., Any]  # a model, compiled or not
+ATTENTION = "eager"  # compiled, it trains faster on a CPU than torch's own bfloat16 attention
 WARM_UP_STEPS = 50
 HOLD = 0.4  # of the time; then the rate falls linearly to zero
 CHECKPOINT_SECONDS = 300
@@ -45,7 +46,7 @@ def llama_config(hidden: int, layers: int, heads: int, intermediate: int) -> Lla
         eos_token_id=END_OF_TEXT_ID,
         pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attn_implementation="eager",  # compiled, it trains faster on a CPU than torch's own bfloat16 attention
+        attn_implementation=ATTENTION,
     )
 
 

@@ -2,12 +2,14 @@
 
 The stages run in order: `prepare` (tokenizer, token streams, held-out files), `target`, `rows` (the target's own
 continuations with its rows), `draft` (distilled on them), `export` (bfloat16 weights into this folder). Each keeps its
-results in the work folder; a stage that was interrupted resumes there, one that is complete is skipped.
+results in the work folder; a stage that was interrupted resumes there, one that is complete is skipped. With
+`--further`, both models and the tokenizer start from the published ones instead of from nothing.
 """
 
 import argparse
 import itertools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 from corpus import END_OF_TEXT, copy_held_out, epoch, prepare
 from distil import distillation_loss, embed_like, row_batches
-from learning import Forward, Recipe, Run, llama_config, train
+from learning import ATTENTION, Forward, Recipe, Run, llama_config, train
 from rows import write_rows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -23,7 +25,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from workers import count, in_parallel, rank
 
 FOLDER = Path(__file__).parent
-TARGET_MINUTES, ROWS_MINUTES, DRAFT_MINUTES = 73.0, 15.0, 22.0
+TARGET_MINUTES, ROWS_MINUTES, DRAFT_MINUTES = 60.0, 18.0, 22.0
 TARGET_BATCH, DRAFT_BATCH = 6, 12  # sequences
 SHORT_WINDOWS = 0.6  # of the target's time: attention costs less, and the long range can be learnt later
 
@@ -49,10 +51,26 @@ def next_token_loss(model: Forward, batch: Tensor, _: float = 0.0) -> Tensor:
     return cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def start_from_published(work: Path) -> None:
+    """Put the published models and their tokenizer where the stages look for something to start from."""
+    for name in ("target", "draft"):
+        shutil.copytree(FOLDER / name, work / "start" / name)
+    shutil.copyfile(FOLDER / "target" / "tokenizer.json", work / "start" / "tokenizer.json")
+
+
+def published(work: Path, name: str) -> LlamaForCausalLM | None:
+    """Return the published model to start from, if this run goes further."""
+    folder = work / "start" / name
+    if not folder.exists():
+        return None
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION)
+
+
 def train_target(work: Path, minutes: float) -> None:
     """Train the target on the texts: 20M parameters."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config(hidden=384, layers=12, heads=6, intermediate=1024))
+    config = llama_config(hidden=384, layers=12, heads=6, intermediate=1024)
+    model = published(work, "target") or LlamaForCausalLM(config)
     run = Run(model, Recipe(muon=0.02, adam=0.003, minutes=minutes), work / "target.pt")
     train(run, corpus_batches(work, run), next_token_loss)
     model.to(torch.bfloat16).save_pretrained(work / "target")
@@ -67,8 +85,10 @@ def sample_target(work: Path, minutes: float) -> None:
 def train_draft(work: Path, minutes: float) -> None:
     """Distil the draft from the rows: 2.6M parameters in two layers, the fewest that can repeat what a prompt said."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config(hidden=256, layers=2, heads=4, intermediate=768))
-    embed_like(LlamaForCausalLM.from_pretrained(work / "target"), model)
+    model = published(work, "draft")
+    if model is None:
+        model = LlamaForCausalLM(llama_config(hidden=256, layers=2, heads=4, intermediate=768))
+        embed_like(LlamaForCausalLM.from_pretrained(work / "target"), model)
     run = Run(model, Recipe(muon=0.02, adam=0.005, minutes=minutes), work / "draft.pt")
     batches = row_batches(work, DRAFT_BATCH // count(), seed=run.step + rank())
     train(run, batches, distillation_loss)
@@ -107,10 +127,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=FOLDER / "work", help="where checkpoints are kept")
     parser.add_argument("--minutes", type=float, default=total, help="the time budget of all stages together")
+    parser.add_argument("--further", action="store_true", help="start from the published models")
     parser.add_argument("--workers", type=int, default=2, help="processes that sample, and that train the draft")
     arguments = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
     arguments.work.mkdir(parents=True, exist_ok=True)
+    if arguments.further and not (arguments.work / "start").exists():
+        start_from_published(arguments.work)
     for name, (complete, stage) in stages(arguments.work, arguments.minutes / total, arguments.workers).items():
         if not complete.exists():
             print(f"stage {name}", flush=True)
