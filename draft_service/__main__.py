@@ -72,7 +72,7 @@ async def _model_drafter(settings: DraftSettings, server: Server, stack: AsyncEx
         raise ValueError(str(error)) from error
     METRICS.watch(engine)
     await stack.enter_async_context(running(engine, server))
-    return ModelDrafter(engine, info)
+    return ModelDrafter(engine, info, settings.draft_ahead)
 
 
 if __name__ == "__main__":

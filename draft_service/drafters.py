@@ -43,6 +43,14 @@ class Drafter(Protocol):
         """Draft; repeating a call gives the same answer. `match` keeps what is held behind `start` and is the same."""
         ...
 
+    def go_ahead(self, session: Session, ask: Ask, proposal: Proposal) -> None:
+        """Use the time until the next round; `proposal` has just been answered. Returns at once."""
+        ...
+
+    def leave(self, session: Session) -> None:
+        """Stop what `go_ahead` began: the session's stream has ended."""
+        ...
+
     def forget(self, session: Session) -> None:
         """Free what is held of the session."""
         ...

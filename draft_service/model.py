@@ -1,14 +1,24 @@
-"""Drafting with a small language model: K forwards a round, batched with every other session that drafts."""
+"""Drafting with a small language model: K forwards a round, batched with every other session that drafts.
 
-from collections.abc import Sequence
+Draft-ahead: while the target scores a proposal and nobody else asks, the worker assumes that all of it will be
+accepted, guesses the token that will close the round, and drafts the round that would follow. It asks itself what the
+coordinator would ask, with that round's keys: where the guess was right the answer is, bit for bit, what it would draw
+now; where it was wrong it is thrown away. This is a cache; no law and no key depends on it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from draft_service.drafters import Ask, Drafted
-from draft_service.metrics import METRICS
+from draft_service.metrics import METRICS, count_ahead
 from specdec.claims import Session
-from specdec.engine import CacheMiss, EngineLoop, Task
+from specdec.engine import CacheMiss, EngineError, EngineLoop, Task, Timings
 from specdec.errors import NonFiniteRow
 from specdec.held import HeldTokens
 from specdec.randomness import Purpose, uniforms
@@ -16,11 +26,25 @@ from specdec.sampling import RowContext, drafting_rows, draw
 from specdec.types import ModelInfo, Proposal, Row, Timing
 from specdec.worker import run_task
 
+NOTHING = Proposal()
+
 
 class ProposeTask(Task[Proposal]):
-    """One session's round in the engine: the committed tokens, then each draft token but the last."""
+    """One session's round in the engine: the committed tokens, then each draft token but the last.
 
-    def __init__(self, session: Session, ask: Ask, held: HeldTokens, match: bool) -> None:
+    It goes on from `begun`, what was drafted of the round before, and ends early, with at least one more token, once
+    `interrupted` says so.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        ask: Ask,
+        held: HeldTokens,
+        match: bool,
+        begun: Proposal = NOTHING,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(session.session_id, ask.start, list(ask.tokens), min(1, ask.num_draft_tokens))
         self.session = session
         self.ask = ask
@@ -29,13 +53,16 @@ class ProposeTask(Task[Proposal]):
         self.rows: list[Row] = []
         self._held = held
         self._match = match
+        self._begun = begun
+        self._interrupted = interrupted
 
     def prepare(self) -> None:
-        """Truncate to `start`; where a stream begins, keep what the cache holds of its tokens already."""
-        self.drawn, self.rows = [], []
-        self.tokens = self._held.resume(self.sequence, self.start, self.tokens, self.num_rows, self._match)
+        """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""
+        self.drawn, self.rows = list(self._begun.tokens), list(self._begun.rows)
+        tokens, match = [*self.ask.tokens, *self.drawn], self._match or bool(self.drawn)
+        self.tokens = self._held.resume(self.sequence, self.start, tokens, self.num_rows, match)
         if not self.tokens:
-            self.finish(Proposal())
+            self.finish(NOTHING)
 
     def context(self) -> RowContext:
         """Return what the next row depends on."""
@@ -50,11 +77,23 @@ class ProposeTask(Task[Proposal]):
         token = draw(row, self.uniforms[len(self.drawn)])
         self.drawn.append(token)
         self.rows.append(row)
-        if len(self.drawn) == self.ask.num_draft_tokens:
+        if len(self.drawn) == self.ask.num_draft_tokens or self._interrupted():
             self.finish(Proposal(tuple(self.drawn), tuple(self.rows)))
             return
         self._held.of(self.sequence).append(token)
         self.tokens, self.num_rows = [token], 1
+
+
+class GuessTask(ProposeTask):
+    """Reads a proposal's last token and guesses what the target will close the round with: the likeliest token.
+
+    It draws nothing: a guess uses no key.
+    """
+
+    def draw_from(self, row: Row) -> None:
+        """End with the likeliest token."""
+        _, token = max(zip(row.probs, row.token_ids, strict=True))
+        self.finish(Proposal((token,), (row,)))
 
 
 class RowDrawer:
@@ -71,7 +110,7 @@ class RowDrawer:
         drafting = [task for task in tasks if task.num_rows]
         for task in tasks:
             if not task.num_rows:
-                task.finish(Proposal())
+                task.finish(NOTHING)
         if not drafting:
             return
         contexts = [task.context() for task in drafting]
@@ -83,29 +122,96 @@ class RowDrawer:
                 task.fail(NonFiniteRow("the draft model's logits for this session are not finite"))
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A round that was drafted, or begun, before anybody asked for it."""
+
+    session: Session
+    ask: Ask
+    proposal: Proposal
+
+    def answers(self, session: Session, ask: Ask) -> bool:
+        """Say whether this is the round that is asked for; how many tokens it may have does not change them."""
+        return session == self.session and replace(ask, num_draft_tokens=self.ask.num_draft_tokens) == self.ask
+
+
 class ModelDrafter:
     """Drafts with the engine's model."""
 
     name = "model"
 
-    def __init__(self, engine: EngineLoop[Any], model: ModelInfo) -> None:
+    def __init__(self, engine: EngineLoop[Any], model: ModelInfo, draft_ahead: bool) -> None:
         self.model = model
         self._engine = engine
         self._held = HeldTokens()
+        self._draft_ahead = draft_ahead
+        self._ahead: dict[str, asyncio.Task[Ahead | None]] = {}  # of open streams
+        self._num_asking = 0
 
     async def propose(self, session: Session, ask: Ask, match: bool) -> Drafted:
         """Draft K tokens, fewer where the context ends; hold the committed tokens and all draft tokens but the last."""
-        # the last draft token is never fed
-        room = max(0, self.model.context_length + 1 - ask.committed_length)
-        ask = Ask(ask.start, ask.tokens, min(ask.num_draft_tokens, room))
-        task = ProposeTask(session, ask, self._held, match)
+        began_s = time.perf_counter()
+        ask = self._within_context(ask)
+        self._num_asking += 1  # whoever drafts ahead makes way
         try:
-            proposal = await run_task(self._engine, task)
+            begun = await self._begun(session, ask)
+            if ask.num_draft_tokens and len(begun) == ask.num_draft_tokens:
+                proposal, timings = begun, Timings(total_s=time.perf_counter() - began_s)
+            else:
+                task = ProposeTask(session, ask, self._held, match, begun)
+                proposal, timings = await run_task(self._engine, task), task.timings
         except CacheMiss as miss:
-            return Drafted(Proposal(), miss.cached_length)
-        METRICS.observe_round(len(proposal), task.timings)
-        timing = Timing(task.timings.queue_s, task.timings.forward_s, task.timings.total_s)
+            return Drafted(NOTHING, miss.cached_length)
+        finally:
+            self._num_asking -= 1
+        METRICS.observe_round(len(proposal), timings)
+        timing = Timing(timings.queue_s, timings.forward_s, timings.total_s)
         return Drafted(proposal, ask.committed_length + max(0, len(proposal) - 1), timing)
+
+    def _within_context(self, ask: Ask) -> Ask:
+        """Ask for no more than the context has room for; the last draft token is never fed."""
+        room = max(0, self.model.context_length + 1 - ask.committed_length)
+        return replace(ask, num_draft_tokens=min(ask.num_draft_tokens, room))
+
+    async def _begun(self, session: Session, ask: Ask) -> Proposal:
+        """Return what was drafted ahead of this round; whatever it is, it is not used again."""
+        running = self._ahead.pop(session.session_id, None)
+        ahead = await running if running else None
+        if ahead is None:
+            return NOTHING
+        hit = ahead.answers(session, ask)
+        count_ahead(hit)
+        tokens, rows = ahead.proposal.tokens, ahead.proposal.rows
+        return Proposal(tokens[: ask.num_draft_tokens], rows[: ask.num_draft_tokens]) if hit else NOTHING
+
+    def go_ahead(self, session: Session, ask: Ask, proposal: Proposal) -> None:
+        """Draft the round that would follow `proposal`, unless somebody is asking now. Returns at once."""
+        # what the coordinator asks behind full acceptance: the last draft token, which was not fed, and the closing one
+        start = ask.committed_length + len(proposal) - 1
+        if self._draft_ahead and proposal and not self._num_asking and start < self.model.context_length:
+            following = Ask(start, proposal.tokens[-1:], ask.num_draft_tokens)
+            self._ahead[session.session_id] = asyncio.create_task(self._drafted_ahead(session, following))
+
+    async def _drafted_ahead(self, session: Session, ask: Ask) -> Ahead | None:
+        """Guess the closing token and draft behind it until somebody asks; None if nothing came of it."""
+        with suppress(EngineError, NonFiniteRow):
+            guessing = GuessTask(session, replace(ask, num_draft_tokens=1), self._held, match=False)
+            guess: Proposal = await self._engine.run(guessing)
+            ask = self._within_context(Ask(ask.start, [*ask.tokens, *guess.tokens], ask.num_draft_tokens))
+            if ask.num_draft_tokens and not self._is_asked():
+                task = ProposeTask(session, ask, self._held, match=False, interrupted=self._is_asked)
+                return Ahead(session, ask, await self._engine.run(task))
+        return None
+
+    def _is_asked(self) -> bool:
+        """Say whether any session waits for its draft; called on the engine thread too."""
+        return self._num_asking > 0
+
+    def leave(self, session: Session) -> None:
+        """Stop drafting ahead for a session whose stream has ended."""
+        running = self._ahead.pop(session.session_id, None)
+        if running:
+            running.cancel()
 
     def forget(self, session: Session) -> None:
         """Free the session's cache."""

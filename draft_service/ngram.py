@@ -134,6 +134,12 @@ class NgramDrafter:
             _, held = self._held.popitem(last=False)
             num_tokens -= len(held.index.tokens)
 
+    def go_ahead(self, session: Session, ask: Ask, proposal: Proposal) -> None:
+        """Nothing to do ahead: a lookup costs nothing."""
+
+    def leave(self, session: Session) -> None:
+        """Nothing is under way."""
+
     def forget(self, session: Session) -> None:
         """Free the session's text."""
         self._held.pop(session.session_id, None)

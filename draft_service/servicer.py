@@ -40,13 +40,18 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             async for message in stream.rounds():
                 self._claims.check(session)
+                ask = _checked(drafter, message)
                 # only a stream's first round may find tokens that it has not sent: those of the stream before it
-                await context.write(await _proposed(drafter, session, message, match=num_rounds == 0))
+                drafted = await drafter.propose(session, ask, match=num_rounds == 0)
+                await context.write(_packed(drafted))
+                drafter.go_ahead(session, ask, drafted.proposal)
+                _report(drafter, session, ask, drafted)
                 num_rounds += 1
             if stream.closed:
                 self._claims.check(session)
                 drafter.forget(session)
         finally:
+            drafter.leave(session)
             get_logger().info(
                 "session_left",
                 session_id=session.session_id,
@@ -63,12 +68,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return self._drafters[chosen]
 
 
-async def _proposed(
-    drafter: Drafter, session: Session, message: draft_pb2.Propose, match: bool
-) -> draft_pb2.ProposeResponse:
-    ask = _checked(drafter, message)
-    drafted = await drafter.propose(session, ask, match)
-    _report(drafter, session, ask, drafted)
+def _packed(drafted: Drafted) -> draft_pb2.ProposeResponse:
     return draft_pb2.ProposeResponse(
         tokens=drafted.proposal.tokens,
         rows=wire.rows_to_proto(drafted.proposal.rows),

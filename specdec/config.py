@@ -69,6 +69,7 @@ class DraftSettings(ModelSettings):
     port: Port = Field(50052, description="port to listen on; 0 takes a free one and logs it")
     support_mass: float = Field(0.99, gt=0, le=1, description="a row is cut to the fewest tokens with this mass")
     support_max: int = Field(64, ge=1, le=MAX_SUPPORT_TOKENS, description="most tokens of a row's support")
+    draft_ahead: bool = Field(True, description="draft the next round while the target scores and nobody else asks")
     ngram_max: int = Field(4, ge=1, le=32, description="longest suffix that the drafter `ngram` looks up, in tokens")
     ngram_min: int = Field(1, ge=1, le=32, description="shortest suffix that the drafter `ngram` looks up, in tokens")
 

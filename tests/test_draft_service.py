@@ -4,6 +4,7 @@ import asyncio
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,12 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from draft_service.__main__ import SERVICE, built, drafter_names
 from draft_service.drafters import Ask
-from draft_service.model import ProposeTask
+from draft_service.model import ModelDrafter, ProposeTask, RowDrawer
 from specdec import wire
 from specdec.claims import Session
 from specdec.config import DraftSettings
 from specdec.engine import KvCache, LanguageModel
 from specdec.engine.kv import LayerShape
+from specdec.engine.task import Seat
 from specdec.held import HeldTokens
 from specdec.randomness import Key, Purpose, uniform
 from specdec.rpc import open_channel, serving
@@ -32,6 +34,7 @@ from specdec.sampling import RowContext, draw, next_token_rows, sparse_rows
 from specdec.types import Proposal, Row, SamplingParams
 from specdec.v1 import draft_pb2 as pb
 from specdec.v1 import draft_pb2_grpc, types_pb2
+from specdec.worker import load_model, new_engine
 
 NUM_TOKENS = 300  # of the tokenizer; the model pads its logits
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -63,7 +66,14 @@ def reference(model_folder: Path) -> Reference:
 @asynccontextmanager
 async def served(folder: Path | None, **settings: Any) -> AsyncIterator[grpc.aio.Channel]:
     """Serve a draft worker and connect to it."""
-    values = {"port": 0, "dtype": "float32", "drain_s": 0, "kv_cache_bytes": 8 << 20, "drafters": "model,ngram"}
+    values = {
+        "port": 0,
+        "dtype": "float32",
+        "drain_s": 0,
+        "kv_cache_bytes": 8 << 20,
+        "drafters": "model,ngram",
+        "draft_ahead": False,
+    }
     limits = {"support_mass": SUPPORT_MASS, "support_max": SUPPORT_MAX, "model": folder and str(folder)}
     worker = DraftSettings(**values | limits | settings)
     async with (
@@ -87,6 +97,7 @@ def names(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 FED: list[int] = []
+FED_BY: defaultdict[str, list[int]] = defaultdict(list)  # the same by session
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +109,8 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def counting(self: LanguageModel, feeds: Any) -> torch.Tensor:
         feeds = list(feeds)
         FED.append(sum(len(feed.tokens) for feed in feeds))
+        for feed in feeds:
+            FED_BY[feed.sequence.key].append(len(feed.tokens))
         return forward(self, feeds)
 
     monkeypatch.setattr(LanguageModel, "forward", counting)
@@ -329,6 +342,152 @@ def test_a_task_that_begins_again_forgets_what_it_drew() -> None:
     task.tokens = [1, 2]
     task.prepare()
     assert (task.drawn, task.rows, task.tokens) == ([], [], [1, 2])
+
+
+# ---- draft-ahead
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def ahead_channel(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A worker that drafts ahead."""
+    async with served(model_folder, draft_ahead=True) as connected:
+        yield connected
+
+
+async def until_fed(session_id: str, forwards: list[int]) -> None:
+    """Return once the session had as many forwards, which must be these."""
+    while len(FED_BY[session_id]) < len(forwards):  # noqa: ASYNC110  # the engine tells nobody
+        await asyncio.sleep(0.001)
+    assert FED_BY[session_id] == forwards
+
+
+def guess_of(reference: Reference, text: Sequence[int]) -> int:
+    """Return the likeliest next token."""
+    return int(reference(text)[0, :NUM_TOKENS].argmax())
+
+
+@pytest.mark.parametrize(
+    ("count", "later", "more"),
+    [(4, 4, []), (4, 2, []), (4, 6, [1, 1]), (1, 1, []), (1, 3, [1, 1])],
+    ids=["as many", "fewer", "more", "one", "more than one"],
+)
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+@in_module_loop
+async def test_a_round_drafted_ahead_is_the_round_that_would_be_drafted_now(
+    count: int, later: int, more: list[int], heat: float, channel, ahead_channel, names, reference
+) -> None:
+    """Bit for bit, and with no forward that was done before."""
+    sampling, name = SamplingParams(seed=11, temperature=heat), next(names)
+    ahead, plain = Stream(ahead_channel, name, sampling), Stream(channel, next(names), sampling)
+    drafted = decoded(await ahead.propose(0, PROMPT, count), count)
+    before = [6, *[1] * (count - 1), 1, 2, *[1] * (count - 1)]  # the proposal, the guess, the round behind it
+    await until_fed(name, before)
+    length = len(PROMPT) + count
+    following = [drafted.tokens[-1], guess_of(reference, [*PROMPT, *drafted.tokens])]
+    answer = await ahead.propose(length - 1, following, later)
+    assert FED_BY[name][len(before) : len(before) + len(more)] == more
+    await plain.propose(0, PROMPT, count)
+    wanted = await plain.propose(length - 1, following, later)
+    for each in (answer, wanted):
+        each.ClearField("timing")
+    assert answer == wanted
+
+
+@pytest.mark.parametrize("kept", range(4))
+@in_module_loop
+async def test_a_wrong_guess_leaves_no_trace(kept: int, ahead_channel, names, reference) -> None:
+    """Whatever was accepted of the proposal, and closed by another token than was guessed."""
+    name = next(names)
+    stream = Stream(ahead_channel, name)
+    drafted = decoded(await stream.propose(0, PROMPT, 3), 3).tokens
+    await until_fed(name, [6, 1, 1, 1, 2, 1, 1])
+    closing = (guess_of(reference, [*PROMPT, *drafted]) + 1) % NUM_TOKENS
+    text = [*PROMPT, *drafted[:kept], closing]
+    start = min(len(text) - 1, len(PROMPT) + 2)
+    answer = await stream.propose(start, text[start:], 3)
+    assert_same(decoded(answer, 3), expected(reference, text, 3))
+
+
+@in_module_loop
+async def test_what_was_drafted_for_another_epoch_is_no_answer(ahead_channel, names, reference) -> None:
+    """The new owner's seed is another here, so that its rounds are other rounds."""
+    name, other = next(names), SamplingParams(seed=8)
+    drafted = decoded(await Stream(ahead_channel, name).propose(0, PROMPT, 2), 2).tokens
+    await until_fed(name, [6, 1, 1, 2, 1])
+    text = [*PROMPT, *drafted, guess_of(reference, [*PROMPT, *drafted])]
+    answer = await Stream(ahead_channel, name, other, epoch=2).propose(7, text[7:], 2)
+    assert_same(decoded(answer, 2), expected(reference, text, 2, other))
+
+
+@in_module_loop
+async def test_penalties_count_what_was_drafted_ahead(ahead_channel, names, reference) -> None:
+    sampling, name = SamplingParams(seed=3, frequency_penalty=2.0, repetition_penalty=1.3), next(names)
+    stream = Stream(ahead_channel, name, sampling)
+    drafted = decoded(await stream.propose(0, PROMPT, 3), 3).tokens
+    await until_fed(name, [6, 1, 1, 1, 2, 1, 1])
+    context = RowContext(sampling, PROMPT, drafted)
+    guess = int(next_token_rows(reference([*PROMPT, *drafted]), [context], NUM_TOKENS).argmax())
+    text = [*PROMPT, *drafted, guess]
+    answer = await stream.propose(8, text[8:], 3)
+    assert_same(decoded(answer, 3), expected(reference, text, 3, sampling))
+    assert FED_BY[name][:8] != [6, 1, 1, 1, 2, 1, 1, 2], "it was drafted ahead"
+
+
+@in_module_loop
+async def test_drafting_ahead_ends_with_the_context(ahead_channel, names) -> None:
+    name, text = next(names), [token % 290 for token in range(CONTEXT_LENGTH - 4)]
+    stream = Stream(ahead_channel, name)
+    await stream.propose(0, text, 2)
+    await until_fed(name, [CONTEXT_LENGTH - 4, 1, 1, 2, 1])  # one token is left, and one that is never fed
+    whole = next(names)
+    stream = Stream(ahead_channel, whole)
+    assert len((await stream.propose(0, [*text, 1, 2, 3], 5)).tokens) == 2
+    await stream.close()
+    assert FED_BY[whole] == [CONTEXT_LENGTH - 1, 1], "there is nothing to go on to"
+
+
+@in_module_loop
+async def test_none_drafts_ahead_while_somebody_asks_or_after_its_stream_ended(model_folder: Path) -> None:
+    settings = DraftSettings(drafters="model", model=str(model_folder), dtype="float32", port=0)
+    model, info = await load_model(settings, str(model_folder))
+    engine = new_engine(settings, model, RowDrawer(info.vocab_size, SUPPORT_MASS, SUPPORT_MAX))
+    drafter = ModelDrafter(engine, info, draft_ahead=True)
+    engine.start()
+    try:
+        first, second = (Session(name, 1, PLAIN, len(PROMPT)) for name in ("first", "second"))
+        ask = Ask(0, PROMPT, 8)
+        drafted = await drafter.propose(first, ask, match=False)
+        asking = asyncio.create_task(drafter.propose(second, ask, match=False))
+        await asyncio.sleep(0)  # it asks now
+        drafter.go_ahead(first, ask, drafted.proposal)
+        await asking
+        assert FED_BY["first"] == [6, *[1] * 7], "nothing was drafted ahead"
+
+        for session in (first, second):
+            drafter.go_ahead(session, ask, drafted.proposal)
+            await asyncio.sleep(0.001)
+            drafter.leave(session)
+        while engine.load.num_running or engine.load.num_waiting:  # noqa: ASYNC110  # the engine tells nobody
+            await asyncio.sleep(0.001)
+    finally:
+        engine.stop()
+
+
+async def test_who_drafts_ahead_makes_way_after_the_forward_in_progress() -> None:
+    """With the token that it was due: what was begun can be gone on from."""
+    cache, asked = KvCache([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8), False
+    task = ProposeTask(Session("s", 1, PLAIN, 2), Ask(0, [1, 2], 3), HeldTokens(), False, interrupted=lambda: asked)
+    task.take(Seat(1))
+    task.sequence = cache.open("s")
+    task.prepare()
+    task.sequence.reserve(2)
+    task.sequence.advance(2)
+    task.draw_from(Row((5,), (1.0,)))
+    assert not task.done
+    asked = True
+    task.draw_from(Row((6,), (1.0,)))
+    assert task.done
+    assert task.seat.result == Proposal((5, 6), (Row((5,), (1.0,)), Row((6,), (1.0,))))
 
 
 # ---- drafting by lookup
