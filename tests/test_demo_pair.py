@@ -38,6 +38,7 @@ def sampling(number: int) -> SamplingParams:
 
 
 async def test_64_sessions_each_as_alone(served: Cluster) -> None:
+    """Alone the draft worker has time to draft ahead, in company it has not: the proposals are the same too."""
     async with Client(served.address) as client:
 
         async def run(number: int, prompt: str) -> Completion:
@@ -45,17 +46,28 @@ async def test_64_sessions_each_as_alone(served: Cluster) -> None:
             return await client.complete(prompt, sampling=sampling(number), speculation=speculation)
 
         alone = [await run(number, prompt) for number, prompt in enumerate(prompts())]
-        before = batches()
+        num_hits, before = read("specdec_draft_ahead_hits_total"), batches()
         together = await asyncio.gather(*(run(number, prompt) for number, prompt in enumerate(prompts())))
     num_rounds, num_forwards = (after - then for after, then in zip(batches(), before, strict=True))
+    num_ahead = read("specdec_draft_ahead_rounds_total")
+    print(f"{num_hits:.0f} of at most {num_ahead:.0f} rounds drafted ahead were asked for, with one session at a time")
     print(f"{NUM_SESSIONS} sessions: {num_rounds / num_forwards:.1f} of them in a forward, on average")
     assert [each.tokens for each in together] == [each.tokens for each in alone]
     assert [each.text for each in together] == [each.text for each in alone]
+    drafted = [
+        [(each.finish.statistics.num_rounds, each.finish.statistics.num_accepted_tokens) for each in completions]
+        for completions in (together, alone)
+    ]
+    assert drafted[0] == drafted[1]
     assert num_rounds / num_forwards > 4
+    assert num_hits > 10
 
 
 def batches() -> tuple[float, float]:
     """Return how many rounds were scored so far, in how many forwards."""
-    names = ("specdec_target_batch_sessions_sum", "specdec_target_batch_sessions_count")
-    rounds, forwards = (REGISTRY.get_sample_value(name) or 0.0 for name in names)
-    return rounds, forwards
+    return read("specdec_target_batch_sessions_sum"), read("specdec_target_batch_sessions_count")
+
+
+def read(name: str) -> float:
+    """Return a metric of the services."""
+    return REGISTRY.get_sample_value(name) or 0.0
