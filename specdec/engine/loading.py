@@ -96,7 +96,8 @@ def _load_config(name_or_path: str) -> PreTrainedConfig:
         return config
     except (OSError, ValueError) as error:
         raise ModelRefused(
-            f"the configuration of {name_or_path} cannot be read, from the hub or its local cache: {_first_line(error)}"
+            f"the configuration of {name_or_path} cannot be read, from the hub or its local cache: "
+            f"{_first_line(error)}; check the name and the network, or give a local folder"
         ) from error
 
 
