@@ -16,7 +16,7 @@ PROMPT_WEIGHT = 0.25  # of a position in a prompt; in service the draft proposes
 @torch.no_grad()
 def embed_like(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
     """Start the draft's embeddings as the target's, seen along their principal axes: [vocabulary, draft's hidden]."""
-    wanted, given = target.get_input_embeddings().weight.float(), draft.get_input_embeddings().weight
+    wanted, given = target.model.embed_tokens.weight.float(), draft.model.embed_tokens.weight
     axes = torch.linalg.svd(wanted, full_matrices=False).Vh[: given.shape[1]]
     given.copy_(wanted @ axes.T)
 

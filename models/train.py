@@ -73,7 +73,7 @@ def train_target(work: Path, minutes: float) -> None:
     model = published(work, "target") or LlamaForCausalLM(config)
     run = Run(model, Recipe(muon=0.02, adam=0.003, minutes=minutes), work / "target.pt")
     train(run, corpus_batches(work, run), next_token_loss)
-    model.to(torch.bfloat16).save_pretrained(work / "target")
+    model.bfloat16().save_pretrained(work / "target")
 
 
 def sample_target(work: Path, minutes: float) -> None:
@@ -93,7 +93,7 @@ def train_draft(work: Path, minutes: float) -> None:
     batches = row_batches(work, DRAFT_BATCH // count(), seed=run.step + rank())
     train(run, batches, distillation_loss)
     if rank() == 0:
-        model.to(torch.bfloat16).save_pretrained(work / "draft")
+        model.bfloat16().save_pretrained(work / "draft")
 
 
 def export(work: Path) -> None:

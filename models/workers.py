@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.multiprocessing.spawn import spawn
 
 Stage = Callable[[Path, float], None]
 
@@ -18,7 +19,7 @@ Stage = Callable[[Path, float], None]
 def in_parallel(stage: Stage, work: Path, minutes: float, count: int) -> None:
     """Run a stage in a number of processes at once, which find each other through a temporary file."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_work, args=(stage, work, minutes, count, f"file://{folder}/meeting"), nprocs=count)
+        spawn(_work, args=(stage, work, minutes, count, f"file://{folder}/meeting"), nprocs=count)
 
 
 def _work(rank: int, stage: Stage, work: Path, minutes: float, count: int, meeting: str) -> None:
