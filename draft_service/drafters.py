@@ -48,7 +48,7 @@ class Drafter(Protocol):
         ...
 
     def leave(self, session: Session) -> None:
-        """Stop what `go_ahead` began: the session's stream has ended."""
+        """Stop what `go_ahead` began with this very `session`: its stream has ended."""
         ...
 
     def forget(self, session: Session) -> None:

@@ -2,8 +2,9 @@
 
 Draft-ahead: while the target scores a proposal and nobody else asks, the worker assumes that all of it will be
 accepted, guesses the token that will close the round, and drafts the round that would follow. It asks itself what the
-coordinator would ask, with that round's keys: where the guess was right the answer is, bit for bit, what it would draw
-now; where it was wrong it is thrown away. This is a cache; no law and no key depends on it.
+coordinator would ask, with that round's keys: where the guess was right the answer is what it would draw now (bit for
+bit, in forwards of the same shape); where it was wrong it is thrown away. This is a cache; no law and no key depends on
+it.
 """
 
 import asyncio
@@ -145,7 +146,7 @@ class ModelDrafter:
         self._engine = engine
         self._held = HeldTokens()
         self._draft_ahead = draft_ahead
-        self._ahead: dict[str, asyncio.Task[Ahead | None]] = {}  # of open streams
+        self._ahead: dict[str, tuple[Session, asyncio.Task[Ahead | None]]] = {}  # by session id; the stream's Session
         self._num_asking = 0
 
     async def propose(self, session: Session, ask: Ask, match: bool) -> Drafted:
@@ -175,7 +176,7 @@ class ModelDrafter:
 
     async def _begun(self, session: Session, ask: Ask) -> Proposal:
         """Return what was drafted ahead of this round; whatever it is, it is not used again."""
-        running = self._ahead.pop(session.session_id, None)
+        _, running = self._ahead.pop(session.session_id, (None, None))
         ahead = await running if running else None
         if ahead is None:
             return NOTHING
@@ -190,10 +191,12 @@ class ModelDrafter:
         start = ask.committed_length + len(proposal) - 1
         if self._draft_ahead and proposal and not self._num_asking and start < self.model.context_length:
             following = Ask(start, proposal.tokens[-1:], ask.num_draft_tokens)
-            self._ahead[session.session_id] = asyncio.create_task(self._drafted_ahead(session, following))
+            self._ahead[session.session_id] = session, asyncio.create_task(self._drafted_ahead(session, following))
 
     async def _drafted_ahead(self, session: Session, ask: Ask) -> Ahead | None:
         """Guess the closing token and draft behind it until somebody asks; None if nothing came of it."""
+        if self._is_asked():
+            return None
         with suppress(EngineError, NonFiniteRow):
             guessing = GuessTask(session, replace(ask, num_draft_tokens=1), self._held, match=False)
             guess: Proposal = await self._engine.run(guessing)
@@ -208,9 +211,10 @@ class ModelDrafter:
         return self._num_asking > 0
 
     def leave(self, session: Session) -> None:
-        """Stop drafting ahead for a session whose stream has ended."""
-        running = self._ahead.pop(session.session_id, None)
-        if running:
+        """Stop drafting ahead for a stream that has ended, not for another one of the same session."""
+        owner, running = self._ahead.get(session.session_id, (None, None))
+        if running and owner is session:
+            del self._ahead[session.session_id]
             running.cancel()
 
     def forget(self, session: Session) -> None:

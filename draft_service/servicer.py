@@ -44,6 +44,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                 # only a stream's first round may find tokens that it has not sent: those of the stream before it
                 drafted = await drafter.propose(session, ask, match=num_rounds == 0)
                 await context.write(_packed(drafted))
+                self._claims.check(session)  # a write to a coordinator that hangs may outlast its ownership
                 drafter.go_ahead(session, ask, drafted.proposal)
                 _report(drafter, session, ask, drafted)
                 num_rounds += 1

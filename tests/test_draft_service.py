@@ -21,12 +21,15 @@ from transformers import AutoModelForCausalLM
 from draft_service.__main__ import SERVICE, built, drafter_names
 from draft_service.drafters import Ask
 from draft_service.model import ModelDrafter, ProposeTask, RowDrawer
+from draft_service.ngram import NgramDrafter
+from draft_service.servicer import DraftServicer
 from specdec import wire
 from specdec.claims import Session
 from specdec.config import DraftSettings
 from specdec.engine import KvCache, LanguageModel
 from specdec.engine.kv import LayerShape
 from specdec.engine.task import Seat
+from specdec.errors import Fenced
 from specdec.held import HeldTokens
 from specdec.randomness import Key, Purpose, uniform
 from specdec.rpc import open_channel, serving
@@ -471,6 +474,53 @@ async def test_none_drafts_ahead_while_somebody_asks_or_after_its_stream_ended(m
             await asyncio.sleep(0.001)
     finally:
         engine.stop()
+
+
+@in_module_loop
+async def test_a_stream_that_leaves_stops_its_own_drafting_alone(ahead_channel, names, reference) -> None:
+    name = next(names)
+    old = Stream(ahead_channel, name)
+    await old.propose(0, PROMPT, 2)
+    await until_fed(name, [6, 1, 1, 2, 1])
+    new = Stream(ahead_channel, name, epoch=2)
+    drafted = decoded(await new.propose(0, PROMPT, 2), 2).tokens
+    await until_fed(name, [6, 1, 1, 2, 1, 1, 1, 1, 2, 1])
+    await old.fail(propose(start=6, tokens=[1]))
+    text = [*PROMPT, *drafted, guess_of(reference, [*PROMPT, *drafted])]
+    await new.propose(7, text[7:], 2)
+    assert FED_BY[name][10:11] != [2], "what was drafted ahead is gone"
+
+
+async def test_who_was_fenced_while_it_wrote_goes_on_with_nothing() -> None:
+    """Its coordinator hangs, so that the answer is not read before another one owns the session."""
+    asked_ahead: list[int] = []
+
+    class Recorder(NgramDrafter):
+        def go_ahead(self, session: Session, ask: Ask, proposal: Proposal) -> None:
+            asked_ahead.append(session.epoch)
+
+    class Context:
+        def __init__(self) -> None:
+            self.reads, self.wrote = asyncio.Event(), asyncio.Event()
+
+        async def write(self, answer: pb.ProposeResponse) -> None:
+            self.wrote.set()
+            await self.reads.wait()
+
+    async def requests(epoch: int) -> AsyncIterator[pb.ProposeRequest]:
+        yield pb.ProposeRequest(open=pb.OpenDraft(session=wire.open_session("s", epoch, PLAIN, 2)))
+        yield propose(tokens=[1, 2, 1], num_draft_tokens=1)
+
+    servicer = DraftServicer({"ngram": Recorder(1, 3)})
+    hanging, reading = Context(), Context()
+    reading.reads.set()
+    old = asyncio.create_task(servicer.Propose(requests(1), hanging))
+    await hanging.wrote.wait()
+    await servicer.Propose(requests(2), reading)
+    hanging.reads.set()
+    with pytest.raises(Fenced):
+        await old
+    assert asked_ahead == [2]
 
 
 async def test_who_drafts_ahead_makes_way_after_the_forward_in_progress() -> None:
