@@ -102,6 +102,7 @@ def export(work: Path) -> None:
     for name in ("target", "draft"):
         model = LlamaForCausalLM.from_pretrained(work / name, dtype=torch.bfloat16)
         model.save_pretrained(FOLDER / name)
+        (FOLDER / name / "model.safetensors").chmod(0o644)  # safetensors writes for its owner alone
         tokenizer.save_pretrained(FOLDER / name)
     copy_held_out(FOLDER / "heldout")
 
