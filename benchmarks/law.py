@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ CASES = {
 
 # ---- the pair
 
-ARCHITECTURE = {
+ARCHITECTURE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -127,7 +128,8 @@ def truncated(law: np.ndarray) -> np.ndarray:
     size = 1 + int((np.cumsum(law[order]) < SUPPORT_MASS).sum())
     cut = np.zeros_like(law)
     cut[order[:size]] = law[order[:size]]
-    return cut / cut.sum()
+    cut /= cut.sum()
+    return cut
 
 
 def looked_up(committed: History, drawn: History) -> np.ndarray:
@@ -136,7 +138,8 @@ def looked_up(committed: History, drawn: History) -> np.ndarray:
     for length in range(4, 0, -1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
         if ends:
-            return np.eye(VOCAB_SIZE)[text[ends[-1] + len(drawn) % (len(text) - ends[-1])]]
+            law: np.ndarray = np.eye(VOCAB_SIZE)[text[ends[-1] + len(drawn) % (len(text) - ends[-1])]]
+            return law
     raise AssertionError("each token of the prompt has followed another")
 
 
@@ -383,7 +386,7 @@ def table(results: Sequence[Result]) -> Table:
 
 async def run(num_generations: int, names: Sequence[str], folder: Path) -> list[Result]:
     """Judge the cases one after the other, with the same servers."""
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     target, draft = save_pair(folder)
     async with services(target, draft) as started:
         results = []
