@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
@@ -78,7 +79,7 @@ async def _assembled(settings: CoordinatorSettings, store: SessionStore, stack: 
         prompts=Prompts(tokenizer, load_chat_template(folder)),
         store=store,
         live=LiveSessions(settings.max_sessions),
-        costs=Costs(),
+        costs=defaultdict(Costs),
         max_new_tokens=settings.max_new_tokens,
         max_draft_tokens=settings.max_draft_tokens,
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 DECAY = 0.95  # of an observation's weight, a round
+FORGOTTEN = 0.03  # less weight than this is no knowledge: what drafting cost some 70 to 130 plain rounds ago
 PRIOR_WEIGHT = 8.0  # draft tokens' worth of belief in the prior acceptance rate
 PRIOR_ACCEPTANCE = 0.7
 PRIOR_SLOPE = 0.03  # scoring one more token costs this fraction of a forward, until measured
@@ -33,14 +34,20 @@ class Line:
 
     @property
     def is_known(self) -> bool:
-        """Say whether any round was seen."""
-        return self._weight > 0
+        """Say whether a round was seen that is not forgotten."""
+        return self._weight > FORGOTTEN
 
     def observe(self, k: int, seconds: float) -> None:
         """Take in one round."""
-        self._weight = DECAY * self._weight + 1
-        self._k, self._kk = DECAY * self._k + k, DECAY * self._kk + k * k
-        self._s, self._ks = DECAY * self._s + seconds, DECAY * self._ks + k * seconds
+        self.age()
+        self._weight += 1
+        self._k, self._kk = self._k + k, self._kk + k * k
+        self._s, self._ks = self._s + seconds, self._ks + k * seconds
+
+    def age(self) -> None:
+        """Let a round pass."""
+        self._weight, self._k, self._kk = DECAY * self._weight, DECAY * self._k, DECAY * self._kk
+        self._s, self._ks = DECAY * self._s, DECAY * self._ks
 
     def predict(self, k: int) -> float:
         """Return the seconds to expect, more than 0."""
@@ -53,7 +60,11 @@ class Line:
 
 @dataclass(slots=True)
 class Costs:
-    """What rounds cost, learned over all sessions of a coordinator; seconds."""
+    """What rounds with one drafter cost, learned over all sessions of a coordinator; seconds.
+
+    What drafting costs is forgotten where nobody drafts, and then tried again: one dear round (a machine that was busy,
+    a worker that was cold) must not put an end to drafting.
+    """
 
     draft: Line = field(default_factory=lambda: Line(lambda k, s: s / k))
     score: Line = field(default_factory=lambda: Line(lambda _, s: PRIOR_SLOPE * s))
@@ -62,6 +73,8 @@ class Costs:
         """Take in one round that had no prompt to read."""
         if num_draft_tokens:
             self.draft.observe(num_draft_tokens, draft_s)
+        else:
+            self.draft.age()
         self.score.observe(num_draft_tokens, score_s)
 
     def round_s(self, num_draft_tokens: int) -> float:

@@ -14,7 +14,8 @@ from coordinator.generation import Generation, Round
 from coordinator.target import Scored
 from specdec.types import Proposal
 
-MAX_FED_TOKENS = 40  # a round whose worker had to read more than a round's tokens says nothing of rounds to come
+MAX_FED_TOKENS = 40  # a round whose worker had to read more than a round's tokens, or a stream's first one, says
+# nothing of rounds to come
 
 
 class Drafter(Protocol):
@@ -77,7 +78,7 @@ async def play_round(generation: Generation, drafter: Drafter, scorer: Scorer, d
     scorer.keep(kept, scored.cached_len)
     if drafted.cached_len is not None:
         drafter.keep(kept, drafted.cached_len)
-    if max(drafted.num_fed, scored.num_fed) <= MAX_FED_TOKENS:
+    if max(drafted.num_fed, scored.num_fed) <= min(MAX_FED_TOKENS, base_length - 1):
         draft_length.costs.observe(len(proposal), drafted.elapsed_s, scored.elapsed_s)
     draft_length.observe(len(proposal), verdict.num_accepted)
     return played

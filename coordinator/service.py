@@ -1,5 +1,6 @@
 """What the coordinator does, in one place: plan a request, claim its session, run it, read it, cancel it."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator import metrics, requests
@@ -15,7 +16,7 @@ from coordinator.target import TargetWorkers
 from coordinator.text import StreamDetokenizer
 from specdec.errors import SpecdecError
 from specdec.telemetry import get_logger
-from specdec.types import SamplingParams, SpeculationParams
+from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 
@@ -29,7 +30,7 @@ class Coordinator:
     prompts: Prompts
     store: SessionStore
     live: LiveSessions
-    costs: Costs
+    costs: defaultdict[str, Costs]  # by drafter
     max_new_tokens: int
     max_draft_tokens: int
 
@@ -65,24 +66,21 @@ class Coordinator:
 
     def _team(self, session: Session, sampling: SamplingParams, speculation: SpeculationParams) -> Team:
         worker_session = WorkerSession(session.session_id, session.epoch, sampling, len(session.prompt))
-        vocab_size = self.models.target.vocab_size
-        fixed = speculation.num_draft_tokens
-        drafter = self._drafter(worker_session, speculation, vocab_size)
-        if isinstance(drafter, NoDrafter):
-            fixed = 0
-        length = DraftLength(self.costs, self.max_draft_tokens, fixed)
-        return Team(self.target_workers.open(worker_session, vocab_size), drafter, length)
+        scorer = self.target_workers.open(worker_session, self.models.target.vocab_size)
+        if self.draft_workers is None or speculation.num_draft_tokens == 0:
+            return Team(scorer, NoDrafter(), DraftLength(self.costs[""], self.max_draft_tokens, fixed=0))
+        name, model = self.models.drafter(speculation.drafter)
+        drafter = self._drafter(self.draft_workers, worker_session, name, model)
+        costs = self.costs[name if model else ""]  # a name that no worker has confirmed is anybody's invention
+        return Team(scorer, drafter, DraftLength(costs, self.max_draft_tokens, speculation.num_draft_tokens))
 
     def _drafter(
-        self, session: WorkerSession, speculation: SpeculationParams, vocab_size: int
-    ) -> SessionDrafter | NoDrafter:
-        if self.draft_workers is None or speculation.num_draft_tokens == 0:
-            return NoDrafter()
-        name, model = self.models.drafter(speculation.drafter)
-        limits = DraftLimits(vocab_size, model.context_length if model else 0)
+        self, workers: DraftWorkers, session: WorkerSession, name: str, model: ModelInfo | None
+    ) -> SessionDrafter:
+        limits = DraftLimits(self.models.target.vocab_size, model.context_length if model else 0)
 
         def note(error: SpecdecError) -> None:
             metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
             get_logger().warning("draft_unavailable", session_id=session.session_id, reason=error.reason)
 
-        return self.draft_workers.open(session, name, limits, note)
+        return workers.open(session, name, limits, note)

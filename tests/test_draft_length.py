@@ -158,3 +158,13 @@ def test_costs_are_learned_as_a_line() -> None:
     assert [costs.draft.predict(k) for k in (2, 4, 8)] == pytest.approx([0.4, 0.8, 1.6], rel=0.05)
     assert [costs.score.predict(k) for k in (0, 4, 8)] == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
     assert costs.round_s(0) == costs.score.predict(0)
+
+
+def test_one_dear_round_does_not_end_drafting_even_if_sessions_are_short() -> None:
+    """A busy machine made one draft cost as much as 40 forwards; no later session lasts long enough to probe."""
+    costs, machine = Costs(), Machine(rate=0.9, draft=0.1)
+    simulate(machine, DraftLength(costs, MAXIMUM), num_rounds=50)
+    costs.observe(PROBE_LENGTH, 40.0, 1.0)
+    chosen = [simulate(machine, DraftLength(costs, MAXIMUM), num_rounds=20, seed=seed)[1] for seed in range(12)]
+    assert set(chosen[0]) == {0}, "it was not dear enough"
+    assert min(chosen[-1]) > 0

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from toys import NoText, ToyDrafter, ToyModel, ToyScorer, markov_logits
@@ -233,3 +233,27 @@ async def test_never_more_drafted_than_there_is_room_for(fixed: int) -> None:
     assert all(length + count + 1 <= len(PROMPT) + 24 for length, count in asked)
     assert max(count for _, count in asked) == fixed
     assert len(rounds.tokens) == 24
+
+
+async def test_rounds_that_had_more_to_read_than_a_round_s_tokens_do_not_count_as_what_a_round_costs() -> None:
+    """The first, whose streams opened, and one whose worker was replaced by another that had to read everything."""
+    rounds, observed = Rounds(), list[int]()
+
+    @dataclass(slots=True)
+    class Recorder(Costs):
+        def observe(self, num_draft_tokens: int, draft_s: float, score_s: float) -> None:
+            observed.append(len(rounds.generation.committed))
+
+    class Replaced(TracedScorer):
+        async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+            scored = await super().score(committed, proposal)
+            return replace(scored, num_fed=41) if len(self.trace.committed) == 3 else scored
+
+    rounds.scorer.__class__ = Replaced
+    rounds.length.costs = Recorder()
+    await rounds.run()
+    counted = [played.base_length + len(played.emitted) for played in rounds.trace.committed]
+    assert len(counted) > 5
+    assert observed == [length for number, length in enumerate(counted) if length in observed]
+    assert len(observed) == len(counted) - 2
+    assert counted[0] not in observed
