@@ -49,7 +49,7 @@ def print_lengths(title: str, results: Sequence[Measured]) -> None:
 
 
 async def throughput(client: Client, prompts: Sequence[str], load: int, speculation: SpeculationParams) -> float:
-    """Return tokens a second of `load` sessions at once."""
+    """Return tokens a second of `load` sessions at once, one a prompt as far as they go."""
 
     async def run(number: int) -> Completion:
         sampling = SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True)
@@ -65,12 +65,13 @@ async def print_loads(client: Client, prompts: Sequence[str], repetitions: int) 
     print("\n### Many sessions at once, temperature 0, 64 tokens each\n")
     print("| sessions | plain, tokens/s | K automatic, tokens/s | ratio |\n|---|---|---|---|")
     for load in LOADS:
+        turns = [[*prompts[first:], *prompts[:first]] for first in range(0, len(prompts), load)]
         pairs = [
             (
-                await throughput(client, prompts, load, PLAIN.speculation),
-                await throughput(client, prompts, load, AUTOMATIC.speculation),
+                await throughput(client, turn, load, PLAIN.speculation),
+                await throughput(client, turn, load, AUTOMATIC.speculation),
             )
-            for _ in range(repetitions)
+            for turn in turns * repetitions
         ]
         plain, fast = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(fast / plain for plain, fast in pairs)

@@ -18,7 +18,7 @@ import numpy as np
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from coordinator.generation import Emitted, Round
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, Unavailable
@@ -160,6 +160,9 @@ def keys(session_id: str) -> list[str]:
 async def _answer(call: Awaitable[Any]) -> Any:
     try:
         return await call
+    except (AuthenticationError, ResponseError) as error:
+        message = f"the session store refuses ({error}); see to its address, password and rights"
+        raise Unavailable(message) from error
     except RedisError as error:
         message = f"the session store does not answer ({type(error).__name__}); what was committed is safe, try again"
         raise Unavailable(message) from error

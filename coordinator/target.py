@@ -69,7 +69,12 @@ class Scorer:
         while True:
             try:
                 return await self._score(committed, proposal)
-            except (Unavailable, Overloaded):
+            except Unavailable as error:
+                if time.monotonic() >= deadline:
+                    waited = f"no target worker has answered for {self._patience_s:g} s"
+                    raise Unavailable(f"{waited}; the session can be resumed (last: {error})") from error
+                await asyncio.sleep(RETRY_S)
+            except Overloaded:
                 if time.monotonic() >= deadline:
                     raise
                 await asyncio.sleep(RETRY_S)

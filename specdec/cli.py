@@ -70,7 +70,7 @@ def generate(
     ] = None,
     json: Json = False,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token", rich_help_panel=DRAWING)] = 1.0,
-    top_k: Annotated[int, typer.Option(help="keep the k most probable; 0: all", rich_help_panel=DRAWING)] = 0,
+    top_k: Annotated[int, typer.Option(min=0, help="keep the k most probable; 0: all", rich_help_panel=DRAWING)] = 0,
     top_p: Annotated[float, typer.Option(help="keep this much of the mass", rich_help_panel=DRAWING)] = 1.0,
     min_p: Annotated[
         float, typer.Option(help="drop what is less probable than this, relative to the best", rich_help_panel=DRAWING)
@@ -84,11 +84,14 @@ def generate(
             parser=_bias, metavar="ID=BIAS", help="add to a token's logit; repeatable", rich_help_panel=DRAWING
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="the same seed, the same text", rich_help_panel=DRAWING)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="the same seed and --num-draft-tokens, the same text", rich_help_panel=DRAWING),
+    ] = None,
     num_logprobs: Annotated[
         int | None, typer.Option(help="log probabilities, with --json", rich_help_panel=DRAWING)
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="most tokens", rich_help_panel=ENDING)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=0, help="most tokens", rich_help_panel=ENDING)] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="end before this text; repeatable", rich_help_panel=ENDING)
     ] = None,
@@ -173,14 +176,14 @@ def session_resume(
     offset: Annotated[int, typer.Option(min=0, help="completion tokens to leave out")] = 0,
     digest: Annotated[
         Any, typer.Option(parser=_digest, metavar="HEX", help="the digest at the offset, to be compared")
-    ] = b"",
+    ] = None,
     json: Json = False,
 ) -> None:
     """Print a session from its first token on, and go on with it if it is unfinished."""
 
     async def work() -> None:
         async with _connected(address) as client:
-            await _print_chunks(client.resume(session_id, offset, digest), json)
+            await _print_chunks(client.resume(session_id, offset, digest or b""), json)
 
     _run(work())
 
@@ -233,7 +236,9 @@ def up(
     """Run target, draft and coordinator on this machine, until Ctrl-C.
 
     Prints `specdec ready on HOST:PORT` once a token was generated. Every setting of the services can also be given as
-    an environment variable, as SPECDEC_LOG_LEVEL=debug; `python -m coordinator --help` lists them.
+    an environment variable, but for those that a flag here gives: SPECDEC_LOG_LEVEL=debug is the services' own flag
+    --log-level; `python -m coordinator --help` lists the coordinator's. A service that ends by itself ends all of them:
+    this is for one machine, a deployment goes on.
     """
     options = local.Options(
         target=target,
@@ -287,18 +292,28 @@ async def _connected(address: str) -> AsyncIterator[Client]:
 async def _print_chunks(chunks: AsyncGenerator[Chunk, None], json: bool) -> None:
     on_terminal = sys.stdout.isatty()
     in_colour = terminal.is_coloured(sys.stdout, os.environ)
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            if json:
-                print(terminal.chunk_as_json(chunk), flush=True)
-                continue
-            print(terminal.coloured(chunk) if in_colour else chunk.text, end="", flush=True)
-            if chunk.finish:
-                print(end="\n" if on_terminal else "", flush=True)
-                print(terminal.statistics_line(chunk.finish), file=sys.stderr)
+    session_id = ""
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                session_id = chunk.session_id
+                if json:
+                    print(terminal.chunk_as_json(chunk), flush=True)
+                    continue
+                print(terminal.coloured(chunk) if in_colour else chunk.text, end="", flush=True)
+                if chunk.finish:
+                    print(end="\n" if on_terminal else "", flush=True)
+                    print(terminal.statistics_line(chunk.finish), file=sys.stderr)
+    except (SpecdecError, asyncio.CancelledError):
+        if session_id:
+            print(end="\n" if on_terminal and not json else "", flush=True)
+            print(f"specdec: `specdec session resume {session_id}` goes on from here", file=sys.stderr)
+        raise
 
 
 def _standard_input() -> str:
+    if sys.stdin is None:
+        _fail("there is no standard input to read the prompt from; give the prompt as an argument", WRONG_USAGE)
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
@@ -318,9 +333,16 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
     except BrokenPipeError:
-        # whoever read the output has left; the interpreter's own flush at exit must not complain either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         raise typer.Exit(FAILED) from None
+    except OSError as error:
+        _give_up_output()
+        _fail(f"the output cannot be written ({error.strerror or error}); what was generated is in the session", FAILED)
+
+
+def _give_up_output() -> None:
+    """Leave standard output alone: the interpreter's own flush at exit must not complain of it either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(sentence: str, exit_code: int) -> NoReturn:
@@ -330,6 +352,7 @@ def _fail(sentence: str, exit_code: int) -> NoReturn:
 
 def main() -> None:
     """Run the command line."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # whoever started it closed its output
     app()
 
 

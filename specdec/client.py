@@ -221,7 +221,8 @@ class Client:
         """Repeat the request until the session is known, then resume it."""
         if request and not seen.session_id:
             return self._stub.Generate(request, timeout=timeout_s)
-        resume = generation_pb2.ResumeRequest(session_id=seen.session_id, offset=seen.end, digest=seen.digest)
+        with _naming("resume"):
+            resume = generation_pb2.ResumeRequest(session_id=seen.session_id, offset=seen.end, digest=seen.digest)
         return self._stub.Resume(resume, timeout=timeout_s)
 
     async def _ask(self, method: Callable[..., Awaitable[ResponseT]], request: RequestT) -> ResponseT:
@@ -321,12 +322,15 @@ def _request(
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
-    elif all(isinstance(entry, tuple | list | Mapping) for entry in prompt):
+    elif isinstance(prompt, bytes):
+        raise TypeError("bytes are neither text nor token ids; decode them")
+    elif prompt and all(isinstance(entry, tuple | list | Mapping) for entry in prompt):
         request.chat.SetInParent()
         for entry in prompt:
             role, content = (entry["role"], entry["content"]) if isinstance(entry, Mapping) else cast(Message, entry)
             request.chat.messages.add(role=role, content=content)
     else:
+        request.tokens.SetInParent()
         request.tokens.ids.extend(cast(Sequence[int], prompt))
 
 

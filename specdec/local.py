@@ -167,6 +167,7 @@ def check(options: Options, environment: Mapping[str, str]) -> None:
     if options.draft not in (NGRAM_ONLY, NO_DRAFT):
         _check_model("--draft", options.draft)
     _check_variables(environment)
+    _check_overridden(options, environment)
     _check_port(options.host, options.port)
     _check_store(options.store)
 
@@ -189,6 +190,16 @@ def _check_variables(environment: Mapping[str, str]) -> None:
         raise CannotRun(str(error), 2) from None
 
 
+def _check_overridden(options: Options, environment: Mapping[str, str]) -> None:
+    """Refuse variables that would have no effect: a service's flag, which `up` gives, wins over its variable."""
+    commands = [*worker_commands(options, num_cores=1), coordinator_command(options, [], [])]
+    flags = {flag for command in commands for flag in command.flags if flag.startswith("--")} | {"--metrics-port"}
+    for flag in sorted(flags):
+        name = ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+        if name in environment:
+            raise CannotRun(f"{name} has no effect here; unset it, and give the command's own flag (--help)", 2)
+
+
 def _check_port(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
@@ -197,14 +208,19 @@ def _check_port(host: str, port: int) -> None:
             trial.bind((host.strip("[]"), port))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise CannotRun(f"cannot listen on {host}:{port} ({reason}); choose another with --port") from None
+            raise CannotRun(
+                f"cannot listen on {host}:{port} ({reason}); choose another with --host or --port"
+            ) from None
 
 
 def _check_store(store: str) -> None:
     url = urlsplit(store)
     if url.scheme not in ("redis", "rediss"):
         return  # the coordinator knows the others
-    place = f"{url.hostname or 'localhost'}:{url.port or 6379}"
+    try:
+        place = f"{url.hostname or 'localhost'}:{url.port or 6379}"
+    except ValueError as error:
+        raise CannotRun(f"--store is no address: {error}", 2) from None
     try:
         socket.create_connection((url.hostname or "localhost", url.port or 6379), timeout=5).close()
     except OSError:

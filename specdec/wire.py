@@ -116,6 +116,8 @@ def _token_problems(message: types_pb2.SamplingParams, vocab_size: int | None) -
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Convert; every scalar that is not None is set, so that the receiver needs no defaults."""
+    if isinstance(params.stop, str):
+        raise TypeError(f"stop is {params.stop!r}; give a sequence of texts")
     message = types_pb2.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,

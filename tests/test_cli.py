@@ -81,6 +81,8 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["up", "--target", "./no-such-folder"], "there is no folder ./no-such-folder"),
         (["up", "--target", "/"], "holds no model (no config.json)"),
         (["up", "--target", "org/name", "--draft", "a/b/c"], "--draft: there is no folder a/b/c"),
+        (["up", "--target", "org/name", "--port", "0", "--store", "redis://h:port"], "--store is no address: Port"),
+        (["generate", "x", "--seed", "-1"], "--seed"),
     ],
 )
 def test_wrong_usage_is_named_with_the_remedy(arguments: list[str], sentence: str) -> None:
@@ -96,6 +98,14 @@ def test_an_unknown_variable_names_the_nearest() -> None:
     assert "SPECDEC_LOG_LEVL; the nearest is SPECDEC_LOG_LEVEL" in outcome.err
 
 
+@pytest.mark.parametrize("name", ["STORE", "PORT", "DEVICE", "METRICS_PORT", "NUM_THREADS", "MODEL"])
+def test_a_variable_that_a_flag_would_override_is_refused(name: str) -> None:
+    """A Redis in the environment that is not used would lose sessions silently."""
+    outcome = run("up", "--target", "org/name", "--port", "0", environment={f"SPECDEC_{name}": "1"})
+    assert outcome.code == 2
+    assert f"SPECDEC_{name} has no effect here" in outcome.err
+
+
 def test_a_port_in_use_is_said_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -103,7 +113,9 @@ def test_a_port_in_use_is_said_before_anything_starts() -> None:
         port = taken.getsockname()[1]
         outcome = run("up", "--target", "org/name", "--port", str(port))
     assert outcome == Outcome(
-        1, "", f"specdec: cannot listen on 127.0.0.1:{port} (Address already in use); choose another with --port\n"
+        1,
+        "",
+        f"specdec: cannot listen on 127.0.0.1:{port} (Address already in use); choose another with --host or --port\n",
     )
 
 
@@ -262,6 +274,7 @@ async def test_sessions_are_shown_cancelled_and_resumed(service: Service, addres
         lambda request, send, context: send(shown),
         lambda request, send, context: send(cancelled),
         sends(*WHOLE[1:]),
+        sends(*WHOLE),
     ]
     people = await specdec("session", "show", SESSION, "--address", address)
     assert "active, epoch 2" in people.out
@@ -272,6 +285,7 @@ async def test_sessions_are_shown_cancelled_and_resumed(service: Service, addres
     digest = digest_at(2).hex()
     resumed = await specdec("session", "resume", SESSION, "--address", address, "--offset", "2", "--digest", digest)
     assert resumed.out == " a time there was."
+    assert (await specdec("session", "resume", SESSION, "--address", address)).out == "Once upon a time there was."
 
 
 @dataclass
@@ -290,7 +304,7 @@ class Endless:
         await asyncio.Event().wait()
 
 
-async def test_ctrl_c_is_quiet_and_cancels(service: Service, address: str) -> None:
+async def test_ctrl_c_cancels_and_says_how_to_go_on(service: Service, address: str) -> None:
     endless = Endless(asyncio.Event(), asyncio.Event())
     service.acts = [endless]
     process = await start("generate", "x", "--address", address)
@@ -298,7 +312,10 @@ async def test_ctrl_c_is_quiet_and_cancels(service: Service, address: str) -> No
     assert await process.stdout.readexactly(len("Once upon")) == b"Once upon"
     process.send_signal(signal.SIGINT)
     _, err = await process.communicate()
-    assert (process.returncode, err) == (130, b"")
+    assert (process.returncode, err.decode()) == (
+        130,
+        f"specdec: `specdec session resume {SESSION}` goes on from here\n",
+    )
     await endless.cancelled.wait()
 
 
@@ -314,6 +331,17 @@ async def test_a_reader_that_leaves_is_not_an_error_to_shout_about(service: Serv
     _, err = await process.communicate()
     assert (process.returncode, err) == (1, b"")
     await endless.cancelled.wait()
+
+
+async def test_an_output_that_is_full_is_said(service: Service, address: str) -> None:
+    service.acts = [sends(*WHOLE)]
+    full = os.open("/dev/full", os.O_WRONLY)
+    process = await start("generate", "x", "--address", address, stdout=full)
+    os.close(full)
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert err.decode().endswith("(No space left on device); what was generated is in the session\n")
+    assert err.count(b"\n") == 1
 
 
 # ---- what `up` starts, without starting it

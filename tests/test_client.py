@@ -79,7 +79,7 @@ async def test_complete_returns_the_sum_of_the_chunks(service: Service, client: 
             [{"role": "user", "content": "hi"}],
             {"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])},
         ),
-        ([], {"chat": pb.ChatPrompt()}),
+        ([], {"tokens": pb.TokenSequence()}),
     ],
 )
 async def test_a_prompt_is_text_tokens_or_messages(
@@ -397,8 +397,10 @@ async def test_a_prompt_that_is_too_long_is_not_sent(service: Service, client: C
         ([{"role": "user"}], None, "prompt"),
         ([("user",)], None, "prompt"),
         (5, None, "prompt"),
+        (b"text", None, "prompt"),
         ("x", SamplingParams(seed=-1), "sampling"),
         ("x", SamplingParams(stop=(3,)), "sampling"),  # type: ignore[arg-type]
+        ("x", SamplingParams(stop="The"), "sampling"),  # type: ignore[arg-type]
     ],
 )
 async def test_values_that_fit_no_field_are_named(
@@ -407,6 +409,13 @@ async def test_values_that_fit_no_field_are_named(
     with pytest.raises(errors.InvalidArgument) as caught:
         await client.complete(prompt, sampling=sampling)
     assert list(caught.value.violations) == [field]
+    assert service.asked == []
+
+
+@pytest.mark.parametrize("offset", [-1, 2**32])
+async def test_an_offset_that_fits_no_field_is_named(service: Service, client: Client, offset: int) -> None:
+    with pytest.raises(errors.InvalidArgument, match="resume"):
+        await anext(client.resume("s", offset))
     assert service.asked == []
 
 

@@ -163,6 +163,11 @@ def test_only_as_many_go_as_must() -> None:
     assert [sequence.key for sequence in cache.sequences] == ["c", "d", "new"]
 
 
+def test_a_budget_past_the_memory_is_refused() -> None:
+    with pytest.raises(CacheFull, match=f"a KV cache of {1 << 60} bytes does not fit into memory; give it fewer"):
+        KvCache([LayerShape(1, 64, 64)], num_bytes=1 << 60, block_tokens=32)
+
+
 def test_a_full_cache_evicts_nobody_in_vain() -> None:
     cache = make_cache(3)
     idle, pinned = cache.open("idle"), cache.open("pinned")

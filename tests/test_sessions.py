@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from fakeredis import FakeAsyncRedis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from redis.exceptions import AuthenticationError, ResponseError
 from redis_server import Proxy, RedisServer, running_proxy, running_redis
 
 from coordinator.generation import Emitted, Round, chain
@@ -462,6 +464,16 @@ async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> N
             client.pexpireat(keys(SESSION)[0], 1)
         with pytest.raises(NotFound, match="expired"):
             await store.claim(SESSION)
+
+
+@pytest.mark.parametrize("error", [ResponseError("DB index is out of range"), AuthenticationError("wrong password")])
+async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None:
+    class Refusing(FakeAsyncRedis):
+        async def ping(self, **_: Any) -> Any:
+            raise error
+
+    with pytest.raises(Unavailable, match=f"the session store refuses .{error}.; see to its address, password"):
+        await SessionStore(Refusing(), ttl_s=60).ping()
 
 
 async def test_a_url_that_redis_does_not_know_is_refused() -> None:

@@ -119,7 +119,10 @@ class KvCache:
                 f"({block_bytes} bytes); give it more bytes"
             )
         num_slots = self.num_blocks * block_tokens
-        self.layers = [LayerPool(shape, num_slots, dtype, device) for shape in shapes]
+        try:
+            self.layers = [LayerPool(shape, num_slots, dtype, device) for shape in shapes]
+        except RuntimeError as error:  # what torch raises on CPUs; on GPUs a subclass of it
+            raise CacheFull(f"a KV cache of {num_bytes} bytes does not fit into memory; give it fewer") from error
         self._pools = [pool for layer in self.layers for pool in (layer.keys, layer.values)]
         self._open: WeakValueDictionary[str, Sequence] = WeakValueDictionary()
         self._holders: dict[Sequence, None] = {}  # sequences that hold blocks, least recently used first

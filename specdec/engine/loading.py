@@ -95,8 +95,9 @@ def _load_config(name_or_path: str) -> PreTrainedConfig:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
         return config
     except (OSError, ValueError) as error:
+        reading = "" if Path(name_or_path).expanduser().is_dir() else " (no folder here, so taken as a hub id)"
         raise ModelRefused(
-            f"the configuration of {name_or_path} cannot be read, from the hub or its local cache: "
+            f"the configuration of {name_or_path}{reading} cannot be read, from the hub or its local cache: "
             f"{_first_line(error)}; check the name and the network, or give a local folder"
         ) from error
 
