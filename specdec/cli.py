@@ -337,7 +337,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         raise typer.Exit(FAILED) from None
     except OSError as error:
         _give_up_output()
-        _fail(f"the output cannot be written ({error.strerror or error}); what was generated is in the session", FAILED)
+        _fail(f"cannot go on: {error}", FAILED)
 
 
 def _give_up_output() -> None:
