@@ -69,15 +69,15 @@ class Scorer:
         while True:
             try:
                 return await self._score(committed, proposal)
-            except Unavailable as error:
-                if time.monotonic() >= deadline:
-                    waited = f"no target worker has answered for {self._patience_s:g} s"
-                    raise Unavailable(f"{waited}; the session can be resumed (last: {error})") from error
-                await asyncio.sleep(RETRY_S)
-            except Overloaded:
-                if time.monotonic() >= deadline:
+            except (Unavailable, Overloaded) as error:
+                if time.monotonic() < deadline:
+                    await asyncio.sleep(RETRY_S)
+                elif isinstance(error, Overloaded):
                     raise
-                await asyncio.sleep(RETRY_S)
+                else:
+                    waited = f"no target worker has served this round for {self._patience_s:g} s"
+                    message = f"{waited}; the session can be resumed (last: {error})"
+                    raise Unavailable(message, error.retry_after_s) from error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
         supports = wire.rows_to_proto(proposal.rows, with_probs=False)

@@ -307,7 +307,7 @@ async def _print_chunks(chunks: AsyncGenerator[Chunk, None], json: bool) -> None
     except (SpecdecError, asyncio.CancelledError):
         if session_id:
             print(end="\n" if on_terminal and not json else "", flush=True)
-            print(f"specdec: `specdec session resume {session_id}` goes on from here", file=sys.stderr)
+            print(f"specdec: `specdec session resume {session_id}` prints it again and goes on", file=sys.stderr)
         raise
 
 

@@ -314,7 +314,7 @@ async def test_ctrl_c_cancels_and_says_how_to_go_on(service: Service, address: s
     _, err = await process.communicate()
     assert (process.returncode, err.decode()) == (
         130,
-        f"specdec: `specdec session resume {SESSION}` goes on from here\n",
+        f"specdec: `specdec session resume {SESSION}` prints it again and goes on\n",
     )
     await endless.cancelled.wait()
 
