@@ -16,7 +16,7 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test demo law bench image clean
+.PHONY: help setup redis protos lint format types test demo exactness bench image clean
 .SILENT:
 
 help: ## This list
@@ -71,8 +71,8 @@ test: setup lint types ## Lint, types and every test, on this machine alone: no 
 demo: setup ## Three services, two models, one text, and how much faster it came
 	$(BIN)/python -m benchmarks.demo
 
-law: setup ## Show that the text has the target's law
-	$(BIN)/python -m benchmarks.law
+exactness: setup ## Show that the text has exactly the target's distribution
+	$(BIN)/python -m benchmarks.exactness
 
 bench: setup ## Measure speed over draft lengths and loads
 	$(BIN)/python -m benchmarks.bench

@@ -1,1 +1,1 @@
-"""Programs that show what the tests cannot: the law through the network, and speed."""
+"""Programs that show what the tests cannot: the distribution through the network, and speed."""

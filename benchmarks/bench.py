@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import PLAIN, Configuration, Measured, hardware, held_out_prompts, measure, speed_up
 from specdec.client import Client, Completion, SamplingParams, SpeculationParams
-from specdec.local import Options, running
+from specdec.serving.local import Options, running
 
 MODELS = Path(__file__).parent.parent / "models"
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.measure import PLAIN, Configuration, Measured, hardware, held_out_prompts, measure, speed_up
 from specdec.client import Client, Completion, SamplingParams, SpeculationParams
-from specdec.local import CannotRun, Options, running
+from specdec.serving.local import CannotRun, Options, running
 from specdec.terminal import coloured, is_coloured, statistics_line
 
 MODELS = Path(__file__).parent.parent / "models"

@@ -7,20 +7,21 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import coordinator  # noqa: F401  # sets grpc's environment before grpc is imported
+from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers
 from coordinator.draft_length import Costs
-from coordinator.live import LiveSessions
-from coordinator.models import Models
 from coordinator.requests import Prompts
+from coordinator.running import RunningGenerations
 from coordinator.service import Coordinator
 from coordinator.servicer import GenerationServicer
 from coordinator.sessions import SessionStore, open_store
 from coordinator.target import TargetWorkers
-from specdec.config import CoordinatorSettings, load
 from specdec.errors import SpecdecError
-from specdec.rpc import CannotServe, Server, open_worker_channel, run_service
-from specdec.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
+from specdec.serving.channels import open_worker_channel
+from specdec.serving.server import CannotServe, Server, run_service
+from specdec.serving.settings import CoordinatorSettings, load
+from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.v1 import generation_pb2_grpc
 
 SERVICE = "specdec.v1.GenerationService"
@@ -50,7 +51,7 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await parts.live.stop()
+            await parts.running.stop()
 
 
 @asynccontextmanager
@@ -73,12 +74,12 @@ async def _assembled(settings: CoordinatorSettings, store: SessionStore, stack: 
         channel = await stack.enter_async_context(open_worker_channel(settings.draft, "specdec.v1.DraftService"))
         draft = DraftWorkers(channel, settings.draft_timeout_s)
     return Coordinator(
-        models=Models(target, draft, fingerprint(tokenizer)),
+        models=WorkerCapabilities(target, draft, fingerprint(tokenizer)),
         target_workers=target,
         draft_workers=draft,
         prompts=Prompts(tokenizer, load_chat_template(folder)),
         store=store,
-        live=LiveSessions(settings.max_sessions),
+        running=RunningGenerations(settings.max_sessions),
         costs=defaultdict(Costs),
         max_new_tokens=settings.max_new_tokens,
         max_draft_tokens=settings.max_draft_tokens,

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
-from specdec import wire
+from specdec import messages
 from specdec.errors import Fenced, InvalidArgument, SpecdecError, Unavailable
-from specdec.types import ModelInfo, Proposal
+from specdec.exact import codec
+from specdec.exact.values import Proposal
+from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 NO_PROPOSAL = Proposal()
@@ -45,7 +47,7 @@ class DraftWorkers:
         """Return the drafters on offer, the default first. Raises Unavailable while no worker answers."""
         request = draft_pb2.GetDraftRequest()
         reply = await answered(self._stub.GetDraft(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
-        return {drafter.name: wire.model_from_proto(drafter.model) for drafter in reply.drafters}
+        return {drafter.name: messages.model_from_proto(drafter.model) for drafter in reply.drafters}
 
     def open(
         self, session: WorkerSession, drafter: str, limits: DraftLimits, on_failure: Callable[[SpecdecError], None]
@@ -119,8 +121,8 @@ class SessionDrafter:
 
         reply = await self._stream.ask(committed, message)
         try:
-            return reply, wire.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
-        except (wire.MalformedReply, ValueError) as error:
+            return reply, codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
+        except (codec.MalformedReply, ValueError) as error:
             self._stream.drop()
             raise Unavailable(f"a draft worker answered against the contract: {error}") from error
 

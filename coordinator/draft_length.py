@@ -2,7 +2,7 @@
 
 With acceptance rate a, a round of K draft tokens yields (1 - a^(K+1)) / (1 - a) tokens on average (Leviathan et al.
 2023, equation 1) and costs score(K) + K draft. K is chosen before the round draws anything, and each round has
-fresh randomness, so the choice may depend on everything that came before without touching the law.
+fresh randomness, so the choice may depend on everything that came before without touching the distribution.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ PROBE_LENGTH = 2
 
 
 @dataclass(slots=True)
-class Line:
+class DecayedLinearFit:
     """Seconds as a line over K, fitted to rounds that count less the older they are.
 
     `prior_slope(k, s)` is the slope to believe in around the mean round (k, s), as long as all had much the same K.
@@ -66,8 +66,8 @@ class Costs:
     a worker that was cold) must not put an end to drafting.
     """
 
-    draft: Line = field(default_factory=lambda: Line(lambda k, s: s / k))
-    score: Line = field(default_factory=lambda: Line(lambda _, s: PRIOR_SLOPE * s))
+    draft: DecayedLinearFit = field(default_factory=lambda: DecayedLinearFit(lambda k, s: s / k))
+    score: DecayedLinearFit = field(default_factory=lambda: DecayedLinearFit(lambda _, s: PRIOR_SLOPE * s))
 
     def observe(self, num_draft_tokens: int, draft_s: float, score_s: float) -> None:
         """Take in one round that had no prompt to read."""
@@ -104,9 +104,9 @@ class DraftLength:
         """The chance that a draft token passes, given that those before it did."""
         return self._accepted / self._tested
 
-    def choose(self, room: int) -> int:
-        """Return K for a round that may commit at most `room` tokens, one of which closes it."""
-        most = max(room - 1, 0)
+    def choose(self, remaining_tokens: int) -> int:
+        """Return K for a round that may commit at most `remaining_tokens` tokens, one of which closes it."""
+        most = max(remaining_tokens - 1, 0)
         if self.fixed is not None:
             return min(self.fixed, most)
         if not self.costs.draft.is_known or self._plain_rounds >= PROBE_EVERY:

@@ -8,19 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.text import Detokenizer, StopText
-from specdec.randomness import Key, Purpose, uniform, uniforms
-from specdec.types import (
-    FinishReason,
-    Origin,
-    Proposal,
-    RowLogprobs,
-    SamplingParams,
-    Scores,
-    Statistics,
-    TokenLogprobs,
-    Uniforms,
-    Verdict,
-)
+from specdec.exact.randomness import Key, Purpose, uniform, uniforms
+from specdec.exact.values import PositionLogprobs, Proposal, Scores, Uniforms, Verdict
+from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
 DIGEST_BYTES = 16
 
@@ -35,11 +25,11 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
+class OutputToken:
     """One completion token with what is said about it."""
 
     token: int
-    origin: Origin
+    origin: TokenOrigin
     logprobs: TokenLogprobs | None = None
 
 
@@ -49,7 +39,7 @@ class Round:
 
     base_length: int  # tokens committed before, prompt included
     base_digest: bytes
-    emitted: tuple[Emitted, ...]
+    emitted: tuple[OutputToken, ...]
     digest: bytes  # after it
     finish: FinishReason | None
     statistics: Statistics  # after it; commit_s and total_s are the committer's to add
@@ -60,7 +50,7 @@ class Chunk:
     """A stretch of the completion."""
 
     offset: int
-    emitted: tuple[Emitted, ...]
+    emitted: tuple[OutputToken, ...]
     text: str
     text_ends: tuple[int, ...]  # within `text`, in characters, one a token
     digest: bytes
@@ -81,7 +71,7 @@ class Generation:
     sampling: SamplingParams  # with its seed
     limits: Limits
     detokenizer: Detokenizer
-    emitted: list[Emitted] = field(default_factory=list)
+    emitted: list[OutputToken] = field(default_factory=list)
     finish: FinishReason | None = None
     statistics: Statistics = field(default_factory=Statistics)
     committed: list[int] = field(init=False)  # prompt and completion
@@ -114,7 +104,7 @@ class Generation:
         return self.sampling.seed
 
     @property
-    def room(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens that may still be committed."""
         completion = self.limits.max_new_tokens - len(self.emitted)
         return min(completion, self.limits.context_length - len(self.committed))
@@ -178,7 +168,7 @@ class Generation:
             digest=self._digests[end],
         )
 
-    def _append(self, entry: Emitted) -> None:
+    def _append(self, entry: OutputToken) -> None:
         """Commit one token, and end if it ends the text. Stops come before the length: both may fall on one token."""
         self.committed.append(entry.token)
         self.emitted.append(entry)
@@ -190,7 +180,7 @@ class Generation:
             reason = FinishReason.STOP if stopped else None
         self._text_ends.append(len(self.text))
         self._held.append(self._stop.held)
-        if reason or self.room <= 0:
+        if reason or self.remaining_tokens <= 0:
             self.end(reason or FinishReason.LENGTH)
 
     def _ending_token(self, token: int) -> FinishReason | None:
@@ -199,12 +189,12 @@ class Generation:
         return FinishReason.STOP if token in self.sampling.stop_token_ids else None
 
 
-def _entries(proposal: Proposal, scores: Scores, verdict: Verdict) -> list[Emitted]:
+def _entries(proposal: Proposal, scores: Scores, verdict: Verdict) -> list[OutputToken]:
     """Return the round's tokens in order, before any cut."""
-    accepted = [(token, Origin.ACCEPTED) for token in proposal.tokens[: verdict.num_accepted]]
+    accepted = [(token, TokenOrigin.ACCEPTED) for token in proposal.tokens[: verdict.num_accepted]]
     tokens = [*accepted, (verdict.next_token, verdict.next_origin)]
-    rows: Sequence[RowLogprobs | None] = scores.logprobs or [None] * len(tokens)
+    rows: Sequence[PositionLogprobs | None] = scores.logprobs or [None] * len(tokens)
     return [
-        Emitted(token, origin, TokenLogprobs(row.by_token[token], row.top) if row else None)
+        OutputToken(token, origin, TokenLogprobs(row.by_token[token], row.top) if row else None)
         for (token, origin), row in zip(tokens, rows[: len(tokens)], strict=True)
     ]

@@ -7,7 +7,7 @@ tokens per round    1 + rate(..._num_accepted_tokens_total) / rate(..._num_draft
 from prometheus_client import Counter, Gauge, Histogram
 
 from coordinator.generation import Round
-from specdec.telemetry import LATENCY_BUCKETS_S
+from specdec.serving.telemetry import LATENCY_BUCKETS_S
 from specdec.types import Statistics
 
 NUM_DRAFTS = Counter("specdec_spec_decode_num_drafts", "Rounds that drafted")

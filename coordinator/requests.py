@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from coordinator.chat import ChatTemplate
 from coordinator.generation import Limits
-from specdec import wire
+from specdec import messages
 from specdec.errors import InvalidArgument
-from specdec.randomness import MAX_SEED
+from specdec.exact.randomness import MAX_SEED
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
@@ -32,7 +32,7 @@ class Plan:
 
     def stored(self) -> bytes:
         """Return what the store keeps beside the tokens."""
-        request = generation_pb2.GenerateRequest(sampling=wire.sampling_to_proto(self.sampling))
+        request = generation_pb2.GenerateRequest(sampling=messages.sampling_to_proto(self.sampling))
         if self.speculation.num_draft_tokens is not None:
             request.speculation.num_draft_tokens = self.speculation.num_draft_tokens
         if self.speculation.drafter:
@@ -43,7 +43,7 @@ class Plan:
 def restored(data: bytes) -> tuple[SamplingParams, SpeculationParams]:
     """Return what `Plan.stored` kept."""
     request = generation_pb2.GenerateRequest.FromString(data)
-    return wire.sampling_from_proto(request.sampling), wire.speculation_from_proto(request.speculation)
+    return messages.sampling_from_proto(request.sampling), messages.speculation_from_proto(request.speculation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Prompts:
         """Return the prompt's tokens. Raises InvalidArgument if there are none, or ids past the vocabulary."""
         kind = request.WhichOneof("prompt")
         if kind == "tokens":
-            wire.check_tokens(request.tokens.ids, vocab_size, "tokens.ids")
+            messages.check_tokens(request.tokens.ids, vocab_size, "tokens.ids")
             tokens = tuple(request.tokens.ids)
         elif kind == "text":
             tokens = self._encode(request.text, special=True) if request.text else ()
@@ -84,8 +84,8 @@ class Prompts:
 
 def plan(request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, most_new_tokens: int) -> Plan:
     """Check a request as a whole. Raises InvalidArgument."""
-    sampling = wire.sampling_from_proto(request.sampling, target.vocab_size)
-    speculation = wire.speculation_from_proto(request.speculation)
+    sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
+    speculation = messages.speculation_from_proto(request.speculation)
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         problem = f"has {len(request.request_id)} characters; the most is {MAX_REQUEST_ID_CHARACTERS}"
         raise InvalidArgument({"request_id": problem})

@@ -12,7 +12,7 @@ from coordinator.draft import Drafted
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Generation, Round
 from coordinator.target import Scored
-from specdec.types import Proposal
+from specdec.exact.values import Proposal
 
 MAX_FED_TOKENS = 40  # a round whose worker had to read more than a round's tokens, or a stream's first one, says
 # nothing of rounds to come
@@ -31,7 +31,7 @@ class Drafter(Protocol):
 
 
 class Scorer(Protocol):
-    """Knows the target's law."""
+    """Knows the target's distribution."""
 
     async def score(self, committed: list[int], proposal: Proposal) -> Scored:
         """Return the K + 1 rows."""
@@ -68,7 +68,7 @@ async def run_rounds(
 async def play_round(generation: Generation, drafter: Drafter, scorer: Scorer, draft_length: DraftLength) -> Round:
     """Draft, score, accept; return what is to be committed."""
     base_length = len(generation.committed)
-    drafted = await drafter.propose(generation.committed, draft_length.choose(generation.room))
+    drafted = await drafter.propose(generation.committed, draft_length.choose(generation.remaining_tokens))
     proposal = drafted.proposal
     scored = await scorer.score(generation.committed, proposal)
     verdict = accept(proposal, scored.scores, generation.uniforms(len(proposal)))

@@ -4,18 +4,18 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator import metrics, requests
+from coordinator.capabilities import WorkerCapabilities
 from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
 from coordinator.generation import Generation, chain
-from coordinator.live import Live, LiveSessions, Team
-from coordinator.models import Models
 from coordinator.requests import Plan, Prompts
+from coordinator.running import RunningGeneration, RunningGenerations, WorkerHandles
 from coordinator.sessions import Session, SessionStore, Status
 from coordinator.streams import WorkerSession
 from coordinator.target import TargetWorkers
 from coordinator.text import StreamDetokenizer
 from specdec.errors import SpecdecError
-from specdec.telemetry import get_logger
+from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
@@ -24,12 +24,12 @@ from specdec.v1 import generation_pb2
 class Coordinator:
     """The parts, and what they do together."""
 
-    models: Models
+    models: WorkerCapabilities
     target_workers: TargetWorkers
     draft_workers: DraftWorkers | None
     prompts: Prompts
     store: SessionStore
-    live: LiveSessions
+    running: RunningGenerations
     costs: defaultdict[str, Costs]  # by drafter
     max_new_tokens: int
     max_draft_tokens: int
@@ -43,13 +43,13 @@ class Coordinator:
         await self.store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest)
         return plan
 
-    async def revive(self, session_id: str) -> Live:
+    async def revive(self, session_id: str) -> RunningGeneration:
         """Claim a session and go on with it. Raises NotFound."""
         session = await self.store.claim(session_id)
         sampling, speculation = requests.restored(session.request)
-        live = Live(session, self.generation(session, sampling), self.store)
+        live = RunningGeneration(session, self.generation(session, sampling), self.store)
         if session.status is Status.ACTIVE:
-            live.start(self._team(session, sampling, speculation))
+            live.start(self._worker_handles(session, sampling, speculation))
         return live
 
     def generation(self, session: Session, sampling: SamplingParams) -> Generation:
@@ -64,15 +64,17 @@ class Coordinator:
             statistics=session.statistics,
         )
 
-    def _team(self, session: Session, sampling: SamplingParams, speculation: SpeculationParams) -> Team:
+    def _worker_handles(
+        self, session: Session, sampling: SamplingParams, speculation: SpeculationParams
+    ) -> WorkerHandles:
         worker_session = WorkerSession(session.session_id, session.epoch, sampling, len(session.prompt))
         scorer = self.target_workers.open(worker_session, self.models.target.vocab_size)
         if self.draft_workers is None or speculation.num_draft_tokens == 0:
-            return Team(scorer, NoDrafter(), DraftLength(self.costs[""], self.max_draft_tokens, fixed=0))
+            return WorkerHandles(scorer, NoDrafter(), DraftLength(self.costs[""], self.max_draft_tokens, fixed=0))
         name, model = self.models.drafter(speculation.drafter)
         drafter = self._drafter(self.draft_workers, worker_session, name, model)
         costs = self.costs[name if model else ""]  # a name that no worker has confirmed is anybody's invention
-        return Team(scorer, drafter, DraftLength(costs, self.max_draft_tokens, speculation.num_draft_tokens))
+        return WorkerHandles(scorer, drafter, DraftLength(costs, self.max_draft_tokens, speculation.num_draft_tokens))
 
     def _drafter(
         self, workers: DraftWorkers, session: WorkerSession, name: str, model: ModelInfo | None

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 import grpc
 
 from coordinator import metrics, requests
-from coordinator.generation import Chunk, Emitted, Generation
-from coordinator.live import Live
+from coordinator.generation import Chunk, Generation, OutputToken
+from coordinator.running import RunningGeneration
 from coordinator.service import Coordinator
 from coordinator.sessions import Status, statistics_to_proto
-from specdec import wire
+from specdec import messages
 from specdec.errors import InvalidArgument, SpecdecError
-from specdec.telemetry import get_logger
+from specdec.serving.telemetry import get_logger
 from specdec.types import MAX_DRAFT_TOKENS, Statistics
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
@@ -62,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 tokens=[entry.token for entry in session.emitted],
                 text=generation.text,
                 digest=session.digest,
-                sampling=wire.sampling_to_proto(sampling),
+                sampling=messages.sampling_to_proto(sampling),
                 finish=finish_to_proto(generation, session.statistics) if session.finish else None,
             )
 
@@ -78,7 +78,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with _Request("GetModel"):
             models = self._coordinator.models
             return pb.GetModelResponse(
-                target=wire.model_to_proto(models.target),
+                target=messages.model_to_proto(models.target),
                 drafters=models.drafters,
                 context_length=models.target.context_length,
                 max_draft_tokens=MAX_DRAFT_TOKENS,
@@ -87,7 +87,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _stream(
         self, session_id: str, offset: int, digest: bytes, kind: Callable[..., Any], context: Any, record: "_Request"
     ) -> None:
-        async with self._coordinator.live.joined(session_id, lambda: self._coordinator.revive(session_id)) as live:
+        async with self._coordinator.running.attach(session_id, lambda: self._coordinator.revive(session_id)) as live:
             async for chunk, last in live.follow(offset, digest):
                 await context.write(chunk_to_proto(kind, live, chunk, last))
                 record.wrote(chunk, last)
@@ -100,7 +100,7 @@ def _known_session(session_id: str) -> str:
     return session_id
 
 
-def chunk_to_proto(kind: Callable[..., ResponseT], live: Live, chunk: Chunk, last: bool) -> ResponseT:
+def chunk_to_proto(kind: Callable[..., ResponseT], live: RunningGeneration, chunk: Chunk, last: bool) -> ResponseT:
     """Convert; the last chunk says how the session ended."""
     logprobs = [entry for emitted in chunk.emitted for entry in _logprobs_to_proto(emitted)]
     return kind(
@@ -116,7 +116,7 @@ def chunk_to_proto(kind: Callable[..., ResponseT], live: Live, chunk: Chunk, las
     )
 
 
-def _logprobs_to_proto(emitted: Emitted) -> list[pb.TokenLogprobs]:
+def _logprobs_to_proto(emitted: OutputToken) -> list[pb.TokenLogprobs]:
     if emitted.logprobs is None:
         return []
     top = [pb.TopLogprob(token=token, logprob=logprob) for token, logprob in emitted.logprobs.top]

@@ -20,9 +20,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
-from coordinator.generation import Emitted, Round
+from coordinator.generation import OutputToken, Round
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, Unavailable
-from specdec.types import FinishReason, Origin, Statistics, TokenLogprobs
+from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
 
 SOCKET_TIMEOUT_S = 2.0
@@ -46,7 +46,7 @@ class Session:
     status: Status
     request: bytes  # the serialised GenerateRequest, seed resolved
     prompt: tuple[int, ...]
-    emitted: tuple[Emitted, ...]
+    emitted: tuple[OutputToken, ...]
     digest: bytes
     finish: FinishReason | None
     statistics: Statistics
@@ -188,7 +188,7 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
         status=Status(entries[b"status"].decode()),
         request=entries[b"request"],
         prompt=all_tokens[:split],
-        emitted=tuple(map(Emitted, completion, map(Origin, origins), details)),
+        emitted=tuple(map(OutputToken, completion, map(TokenOrigin, origins), details)),
         digest=entries[b"digest"],
         finish=FinishReason[entries[b"finish"].decode()] if entries[b"finish"] else None,
         statistics=statistics_from_proto(generation_pb2.Statistics.FromString(entries[b"statistics"])),

@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from specdec import wire
 from specdec.errors import SpecdecError, Unavailable, from_rpc_error
-from specdec.rpc import SESSION_METADATA_KEY
+from specdec.serving import session_stream
+from specdec.serving.channels import SESSION_METADATA_KEY
 from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 5.0
@@ -34,7 +34,7 @@ class WorkerSession:
 
     def opening(self) -> Any:
         """Return the message."""
-        return wire.open_session(self.session_id, self.epoch, self.sampling, self.num_prompt_tokens)
+        return session_stream.open_session(self.session_id, self.epoch, self.sampling, self.num_prompt_tokens)
 
 
 class Reply(Protocol):

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
-from specdec import wire
+from specdec import messages
 from specdec.errors import Overloaded, Unavailable
-from specdec.types import ModelInfo, Proposal, Scores
+from specdec.exact import codec
+from specdec.exact.values import Proposal, Scores
+from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
 RETRY_S = 0.1  # between attempts at a target worker that is not there
@@ -37,7 +39,7 @@ class TargetWorkers:
         """Return the model that one of them serves. Raises Unavailable while none answers."""
         request = target_pb2.GetTargetRequest()
         reply = await answered(self._stub.GetTarget(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
-        return wire.model_from_proto(reply.model)
+        return messages.model_from_proto(reply.model)
 
     def open(self, session: WorkerSession, vocab_size: int) -> "Scorer":
         """Return a session's scorer; its stream opens with the first round."""
@@ -80,7 +82,7 @@ class Scorer:
                     raise Unavailable(message, error.retry_after_s) from error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
-        supports = wire.rows_to_proto(proposal.rows, with_probs=False)
+        supports = codec.distributions_to_proto(proposal.rows, with_probs=False)
 
         def message(start: int, tokens: Sequence[int]) -> target_pb2.ScoreRequest:
             score = target_pb2.Score(start=start, tokens=tokens, draft_tokens=proposal.tokens, supports=supports)
@@ -89,10 +91,10 @@ class Scorer:
         begin = time.perf_counter()
         reply = await self._stream.ask(committed, message)
         try:
-            scores = wire.scores_from_proto(reply, proposal, self._vocab_size)
+            scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
             if bool(scores.logprobs) != self._wants_logprobs:
-                raise wire.MalformedReply("log probabilities that are missing, or were not asked for")
-        except (wire.MalformedReply, ValueError) as error:
+                raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
+        except (codec.MalformedReply, ValueError) as error:
             self._stream.drop()
             raise Unavailable(f"a target worker answered against the contract: {error}") from error
         return Scored(scores, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)

@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from draft_service.drafters import Drafter
 from draft_service.ngram import NgramDrafter
 from draft_service.servicer import DraftServicer
-from specdec.config import DraftSettings, load
-from specdec.rpc import CannotServe, Server, run_service
+from specdec.serving.server import CannotServe, Server, run_service
+from specdec.serving.settings import DraftSettings, load
 from specdec.v1 import draft_pb2_grpc
 
 SERVICE = "specdec.v1.DraftService"
@@ -60,14 +60,16 @@ async def built(settings: DraftSettings, server: Server) -> AsyncIterator[None]:
 async def _model_drafter(settings: DraftSettings, server: Server, stack: AsyncExitStack) -> Drafter:
     """Load the model; everything that needs torch is imported here. Raises ValueError where it cannot be served."""
     from draft_service.metrics import METRICS
-    from draft_service.model import ModelDrafter, RowDrawer
+    from draft_service.model import DraftProcessor, ModelDrafter
     from specdec.engine import EngineError
-    from specdec.worker import load_model, new_engine, running
+    from specdec.serving.model_worker import load_model, new_engine, running
 
     assert settings.model, "checked at the start"
     try:
         model, info = await load_model(settings, settings.model)
-        engine = new_engine(settings, model, RowDrawer(info.vocab_size, settings.support_mass, settings.support_max))
+        engine = new_engine(
+            settings, model, DraftProcessor(info.vocab_size, settings.support_mass, settings.support_max)
+        )
     except EngineError as error:
         raise ValueError(str(error)) from error
     METRICS.watch(engine)

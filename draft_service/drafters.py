@@ -4,14 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from specdec.claims import Session
-from specdec.types import ModelInfo, Proposal, Timing
+from specdec.exact.values import Proposal, Timing
+from specdec.serving.session_stream import Session
+from specdec.types import ModelInfo
 
 NO_TIME = Timing()
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """One round to draft for: truncate to `start`, append `tokens`, then draft at most `num_draft_tokens`."""
 
     start: int
@@ -34,16 +35,16 @@ class Drafted:
 
 
 class Drafter(Protocol):
-    """A way of drafting. Any law will do, as long as the row that is returned is the row that was drawn from."""
+    """A way of drafting. Any draft distribution is valid if the shipped one is the one sampled from."""
 
     name: str
     model: ModelInfo  # without a vocabulary or a context length: any token and any length will do
 
-    async def propose(self, session: Session, ask: Ask, match: bool) -> Drafted:
+    async def propose(self, session: Session, ask: DraftRequest, match: bool) -> Drafted:
         """Draft; repeating a call gives the same answer. `match` keeps what is held behind `start` and is the same."""
         ...
 
-    def go_ahead(self, session: Session, ask: Ask, proposal: Proposal) -> None:
+    def go_ahead(self, session: Session, ask: DraftRequest, proposal: Proposal) -> None:
         """Use the time until the next round; `proposal` has just been answered. Returns at once."""
         ...
 

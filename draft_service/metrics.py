@@ -5,7 +5,7 @@ draft-ahead  rate(specdec_draft_ahead_hits_total) / rate(specdec_draft_ahead_rou
 
 from prometheus_client import Counter
 
-from specdec.worker_metrics import WorkerMetrics
+from specdec.serving.worker_metrics import WorkerMetrics
 
 METRICS = WorkerMetrics("draft", "drafted_tokens")
 _AHEAD_ROUNDS = Counter("specdec_draft_ahead_rounds", "Rounds drafted, or begun, before they were asked for")

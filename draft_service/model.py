@@ -3,8 +3,8 @@
 Draft-ahead: while the target scores a proposal and nobody else asks, the worker assumes that all of it will be
 accepted, guesses the token that will close the round, and drafts the round that would follow. It asks itself what the
 coordinator would ask, with that round's keys: where the guess was right the answer is what it would draw now (bit for
-bit, in forwards of the same shape); where it was wrong it is thrown away. This is a cache; no law and no key depends on
-it.
+bit, in forwards of the same shape); where it was wrong it is thrown away. This is a cache: no distribution and no
+key depends on it.
 """
 
 import asyncio
@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 
-from draft_service.drafters import Ask, Drafted
+from draft_service.drafters import Drafted, DraftRequest
 from draft_service.metrics import METRICS, count_ahead
-from specdec.claims import Session
 from specdec.engine import CacheMiss, EngineError, EngineLoop, Task, Timings
-from specdec.errors import NonFiniteRow
-from specdec.held import HeldTokens
-from specdec.randomness import Purpose, uniforms
-from specdec.sampling import RowContext, drafting_rows, draw
-from specdec.types import ModelInfo, Proposal, Row, Timing
-from specdec.worker import run_task
+from specdec.engine.held import HeldTokens
+from specdec.errors import NonFiniteLogits
+from specdec.exact.randomness import Purpose, uniforms
+from specdec.exact.sampling import SamplingContext, draft_distributions, draw
+from specdec.exact.values import Proposal, SparseDistribution, Timing
+from specdec.serving.model_worker import run_task
+from specdec.serving.session_stream import Session
+from specdec.types import ModelInfo
 
 NOTHING = Proposal()
 
@@ -40,7 +41,7 @@ class ProposeTask(Task[Proposal]):
     def __init__(
         self,
         session: Session,
-        ask: Ask,
+        ask: DraftRequest,
         held: HeldTokens,
         match: bool,
         begun: Proposal = NOTHING,
@@ -51,7 +52,7 @@ class ProposeTask(Task[Proposal]):
         self.ask = ask
         self.uniforms = uniforms(session.seed, ask.committed_length, ask.num_draft_tokens, Purpose.DRAFT)
         self.drawn: list[int] = []
-        self.rows: list[Row] = []
+        self.rows: list[SparseDistribution] = []
         self._held = held
         self._match = match
         self._begun = begun
@@ -65,15 +66,15 @@ class ProposeTask(Task[Proposal]):
         if not self.tokens:
             self.finish(NOTHING)
 
-    def context(self) -> RowContext:
+    def context(self) -> SamplingContext:
         """Return what the next row depends on."""
         sampling = self.session.sampling
         if not sampling.has_penalties:
-            return RowContext(sampling)
+            return SamplingContext(sampling)
         text, num_prompt = self._held.of(self.sequence), self.session.num_prompt_tokens
-        return RowContext(sampling, text[:num_prompt], text[num_prompt:])
+        return SamplingContext(sampling, text[:num_prompt], text[num_prompt:])
 
-    def draw_from(self, row: Row) -> None:
+    def draw_from(self, row: SparseDistribution) -> None:
         """Draw from the row; go on with the token, or end with the K-th: nobody needs the state behind that one."""
         token = draw(row, self.uniforms[len(self.drawn)])
         self.drawn.append(token)
@@ -91,13 +92,13 @@ class GuessTask(ProposeTask):
     It draws nothing: a guess uses no key.
     """
 
-    def draw_from(self, row: Row) -> None:
+    def draw_from(self, row: SparseDistribution) -> None:
         """End with the likeliest token."""
         _, token = max(zip(row.probs, row.token_ids, strict=True))
         self.finish(Proposal((token,), (row,)))
 
 
-class RowDrawer:
+class DraftProcessor:
     """Turns logits into draft tokens; the engine's processor."""
 
     def __init__(self, vocab_size: int, support_mass: float, support_max: int) -> None:
@@ -115,12 +116,12 @@ class RowDrawer:
         if not drafting:
             return
         contexts = [task.context() for task in drafting]
-        rows = drafting_rows(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
+        rows = draft_distributions(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
         for task, row in zip(drafting, rows, strict=True):
             if row.token_ids:
                 task.draw_from(row)
             else:
-                task.fail(NonFiniteRow("the draft model's logits for this session are not finite"))
+                task.fail(NonFiniteLogits("the draft model's logits for this session are not finite"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +129,10 @@ class Ahead:
     """A round that was drafted, or begun, before anybody asked for it."""
 
     session: Session
-    ask: Ask
+    ask: DraftRequest
     proposal: Proposal
 
-    def answers(self, session: Session, ask: Ask) -> bool:
+    def answers(self, session: Session, ask: DraftRequest) -> bool:
         """Say whether this is the round that is asked for; how many tokens it may have does not change them."""
         return session == self.session and replace(ask, num_draft_tokens=self.ask.num_draft_tokens) == self.ask
 
@@ -149,7 +150,7 @@ class ModelDrafter:
         self._ahead: dict[str, tuple[Session, asyncio.Task[Ahead | None]]] = {}  # by session id; the stream's Session
         self._num_asking = 0
 
-    async def propose(self, session: Session, ask: Ask, match: bool) -> Drafted:
+    async def propose(self, session: Session, ask: DraftRequest, match: bool) -> Drafted:
         """Draft K tokens, fewer where the context ends; hold the committed tokens and all draft tokens but the last."""
         began_s = time.perf_counter()
         ask = self._within_context(ask)
@@ -162,19 +163,19 @@ class ModelDrafter:
                 task = ProposeTask(session, ask, self._held, match, begun)
                 proposal, timings = await run_task(self._engine, task), task.timings
         except CacheMiss as miss:
-            return Drafted(NOTHING, miss.cached_length)
+            return Drafted(NOTHING, miss.cached_len)
         finally:
             self._num_asking -= 1
         METRICS.observe_round(len(proposal), timings)
         timing = Timing(timings.queue_s, timings.forward_s, timings.total_s)
         return Drafted(proposal, ask.committed_length + max(0, len(proposal) - 1), timing)
 
-    def _within_context(self, ask: Ask) -> Ask:
-        """Ask for no more than the context has room for; the last draft token is never fed."""
+    def _within_context(self, ask: DraftRequest) -> DraftRequest:
+        """DraftRequest for no more than the context has room for; the last draft token is never fed."""
         room = max(0, self.model.context_length + 1 - ask.committed_length)
         return replace(ask, num_draft_tokens=min(ask.num_draft_tokens, room))
 
-    async def _begun(self, session: Session, ask: Ask) -> Proposal:
+    async def _begun(self, session: Session, ask: DraftRequest) -> Proposal:
         """Return what was drafted ahead of this round; whatever it is, it is not used again."""
         _, running = self._ahead.pop(session.session_id, (None, None))
         ahead = await running if running else None
@@ -185,22 +186,22 @@ class ModelDrafter:
         tokens, rows = ahead.proposal.tokens, ahead.proposal.rows
         return Proposal(tokens[: ask.num_draft_tokens], rows[: ask.num_draft_tokens]) if hit else NOTHING
 
-    def go_ahead(self, session: Session, ask: Ask, proposal: Proposal) -> None:
+    def go_ahead(self, session: Session, ask: DraftRequest, proposal: Proposal) -> None:
         """Draft the round that would follow `proposal`, unless somebody is asking now. Returns at once."""
         # what the coordinator asks behind full acceptance: the last draft token, which was not fed, and the closing one
         start = ask.committed_length + len(proposal) - 1
         if self._draft_ahead and proposal and not self._num_asking and start < self.model.context_length:
-            following = Ask(start, proposal.tokens[-1:], ask.num_draft_tokens)
+            following = DraftRequest(start, proposal.tokens[-1:], ask.num_draft_tokens)
             self._ahead[session.session_id] = session, asyncio.create_task(self._drafted_ahead(session, following))
 
-    async def _drafted_ahead(self, session: Session, ask: Ask) -> Ahead | None:
+    async def _drafted_ahead(self, session: Session, ask: DraftRequest) -> Ahead | None:
         """Guess the closing token and draft behind it until somebody asks; None if nothing came of it."""
         if self._is_asked():
             return None
-        with suppress(EngineError, NonFiniteRow):
+        with suppress(EngineError, NonFiniteLogits):
             guessing = GuessTask(session, replace(ask, num_draft_tokens=1), self._held, match=False)
             guess: Proposal = await self._engine.run(guessing)
-            ask = self._within_context(Ask(ask.start, [*ask.tokens, *guess.tokens], ask.num_draft_tokens))
+            ask = self._within_context(DraftRequest(ask.start, [*ask.tokens, *guess.tokens], ask.num_draft_tokens))
             if ask.num_draft_tokens and not self._is_asked():
                 task = ProposeTask(session, ask, self._held, match=False, interrupted=self._is_asked)
                 return Ahead(session, ask, await self._engine.run(task))

@@ -8,10 +8,11 @@ import time
 from array import array
 from collections import OrderedDict
 
-from draft_service.drafters import Ask, Drafted
-from specdec.claims import Session
-from specdec.tokens import num_equal
-from specdec.types import ModelInfo, Proposal, Row, Timing
+from draft_service.drafters import Drafted, DraftRequest
+from specdec.exact.prefix import num_equal
+from specdec.exact.values import Proposal, SparseDistribution, Timing
+from specdec.serving.session_stream import Session
+from specdec.types import ModelInfo
 
 MAX_HELD_TOKENS = 1 << 20  # of all sessions; an indexed token takes up to 600 bytes
 INDEX_CHUNK_TOKENS = 1000  # some milliseconds of work before the event loop gets its turn
@@ -98,7 +99,7 @@ class NgramDrafter:
         self._num_unchecked = 0  # tokens taken in since the last count
         self._held: OrderedDict[str, _Held] = OrderedDict()  # least recently used first
 
-    async def propose(self, session: Session, ask: Ask, match: bool) -> Drafted:
+    async def propose(self, session: Session, ask: DraftRequest, match: bool) -> Drafted:
         """Draft at most K tokens, each for certain; hold the committed tokens."""
         began_s = time.perf_counter()
         held = self._held.setdefault(session.session_id, _Held(SuffixIndex(self._shortest, self._longest)))
@@ -110,11 +111,11 @@ class NgramDrafter:
             await self._bring_up_to_date(index, ask)
             tokens = tuple(index.continuation(ask.num_draft_tokens))
         self._evict(len(ask.tokens))
-        rows = tuple(Row((token,), (1.0,)) for token in tokens)
+        rows = tuple(SparseDistribution((token,), (1.0,)) for token in tokens)
         timing = Timing(total_s=time.perf_counter() - began_s)
         return Drafted(Proposal(tokens, rows), ask.committed_length, timing)
 
-    async def _bring_up_to_date(self, index: SuffixIndex, ask: Ask) -> None:
+    async def _bring_up_to_date(self, index: SuffixIndex, ask: DraftRequest) -> None:
         """Truncate and append, but leave alone what is the same: the index is a function of the text alone."""
         num_matching = num_equal(index.tokens[ask.start :], ask.tokens)
         index.truncate(ask.start + num_matching)
@@ -134,7 +135,7 @@ class NgramDrafter:
             _, held = self._held.popitem(last=False)
             num_tokens -= len(held.index.tokens)
 
-    def go_ahead(self, session: Session, ask: Ask, proposal: Proposal) -> None:
+    def go_ahead(self, session: Session, ask: DraftRequest, proposal: Proposal) -> None:
         """Nothing to do ahead: a lookup costs nothing."""
 
     def leave(self, session: Session) -> None:

@@ -3,11 +3,12 @@
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from draft_service.drafters import Ask, Drafted, Drafter
-from specdec import wire
-from specdec.claims import Claims, Session, SessionStream, session_from_proto
+from draft_service.drafters import Drafted, Drafter, DraftRequest
+from specdec import messages
 from specdec.errors import InvalidArgument
-from specdec.telemetry import get_logger
+from specdec.exact import codec
+from specdec.serving.session_stream import EpochFence, Session, SessionStream, session_from_proto
+from specdec.serving.telemetry import get_logger
 from specdec.types import MAX_DRAFT_TOKENS
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
@@ -17,12 +18,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self._drafters = drafters
-        self._claims = Claims()
+        self._fence = EpochFence()
 
     async def GetDraft(self, request: draft_pb2.GetDraftRequest, context: Any) -> draft_pb2.GetDraftResponse:
         """Say what this worker drafts with."""
         drafters = [
-            draft_pb2.Drafter(name=drafter.name, model=wire.model_to_proto(drafter.model))
+            draft_pb2.Drafter(name=drafter.name, model=messages.model_to_proto(drafter.model))
             for drafter in self._drafters.values()
         ]
         return draft_pb2.GetDraftResponse(drafters=drafters)
@@ -35,21 +36,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             return
         drafter = self._drafter(opening.drafter)
         session = session_from_proto(opening.session, drafter.model.vocab_size or None)
-        self._claims.check(session)
+        self._fence.check(session)
         num_rounds = 0
         try:
             async for message in stream.rounds():
-                self._claims.check(session)
+                self._fence.check(session)
                 ask = _checked(drafter, message)
                 # only a stream's first round may find tokens that it has not sent: those of the stream before it
                 drafted = await drafter.propose(session, ask, match=num_rounds == 0)
                 await context.write(_packed(drafted))
-                self._claims.check(session)  # a write to a coordinator that hangs may outlast its ownership
+                self._fence.check(session)  # a write to a coordinator that hangs may outlast its ownership
                 drafter.go_ahead(session, ask, drafted.proposal)
                 _report(drafter, session, ask, drafted)
                 num_rounds += 1
             if stream.closed:
-                self._claims.check(session)
+                self._fence.check(session)
                 drafter.forget(session)
         finally:
             drafter.leave(session)
@@ -72,13 +73,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 def _packed(drafted: Drafted) -> draft_pb2.ProposeResponse:
     return draft_pb2.ProposeResponse(
         tokens=drafted.proposal.tokens,
-        rows=wire.rows_to_proto(drafted.proposal.rows),
+        distributions=codec.distributions_to_proto(drafted.proposal.rows),
         cached_len=drafted.cached_len,
-        timing=wire.timing_to_proto(drafted.timing),
+        timing=codec.timing_to_proto(drafted.timing),
     )
 
 
-def _checked(drafter: Drafter, message: draft_pb2.Propose) -> Ask:
+def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
     """Check a round, so that nothing in it can harm another session. Raises InvalidArgument."""
     model = drafter.model
     if message.num_draft_tokens > MAX_DRAFT_TOKENS:
@@ -88,14 +89,14 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> Ask:
     if not length:
         raise InvalidArgument({"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"})
     if model.vocab_size:
-        wire.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
+        messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     if model.context_length and length > model.context_length:
         problem = f"would be {length} tokens long; this worker's context holds {model.context_length}"
         raise InvalidArgument({"propose": problem})
-    return Ask(message.start, list(message.tokens), message.num_draft_tokens)
+    return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens)
 
 
-def _report(drafter: Drafter, session: Session, ask: Ask, drafted: Drafted) -> None:
+def _report(drafter: Drafter, session: Session, ask: DraftRequest, drafted: Drafted) -> None:
     get_logger().debug(
         "round_drafted",
         session_id=session.session_id,

@@ -1,7 +1,7 @@
 """The target's own continuations of training prompts, with its row at every position: what the draft learns from.
 
-A row is a next-token law, at the temperature at which its sequence is served. A cached row is its support of the 64
-likeliest tokens and their log-probabilities; what is left over is the tail, which the loss treats as one more token.
+A row is a next-token distribution, at the temperature at which its sequence is served. A cached row is its support of
+the 64 likeliest tokens and their log-probabilities; the rest is the tail, which the loss treats as one more token.
 """
 
 import time

@@ -13,9 +13,10 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its
 
 import typer
 
-from specdec import local, terminal
+from specdec import terminal
 from specdec.client import Chunk, Client, Message, SamplingParams, SpecdecError, SpeculationParams
 from specdec.errors import InvalidArgument, Unavailable
+from specdec.serving import local
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 

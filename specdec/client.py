@@ -17,6 +17,7 @@ from typing import NamedTuple, Self, TypeVar, cast
 
 import grpc
 
+from specdec.channel import MAX_MESSAGE_BYTES, open_channel
 from specdec.completion import (
     Chunk,
     Completion,
@@ -31,10 +32,9 @@ from specdec.completion import (
     session_from_proto,
 )
 from specdec.errors import Fenced, InvalidArgument, Mismatch, Overloaded, SpecdecError, Unavailable, from_rpc_error
-from specdec.rpc import MAX_MESSAGE_BYTES, open_channel
-from specdec.types import FinishReason, Origin, SamplingParams, SpeculationParams, Statistics, TokenLogprobs
+from specdec.messages import sampling_to_proto
+from specdec.types import FinishReason, SamplingParams, SpeculationParams, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2, generation_pb2_grpc, types_pb2
-from specdec.wire import sampling_to_proto
 
 __all__ = [
     "Chunk",
@@ -43,7 +43,6 @@ __all__ = [
     "Finish",
     "FinishReason",
     "Message",
-    "Origin",
     "SamplingParams",
     "ServedModel",
     "Session",
@@ -52,6 +51,7 @@ __all__ = [
     "SpeculationParams",
     "Statistics",
     "TokenLogprobs",
+    "TokenOrigin",
     "Usage",
 ]
 
@@ -234,11 +234,11 @@ class Client:
             except grpc.aio.AioRpcError as error:
                 await patience.wait(error, None)
 
-    def _patience(self, timeout_s: float | None) -> "_Patience":
-        return _Patience(self.address, self._max_retries, self._timeout_s if timeout_s is None else timeout_s)
+    def _patience(self, timeout_s: float | None) -> "_RetryPolicy":
+        return _RetryPolicy(self.address, self._max_retries, self._timeout_s if timeout_s is None else timeout_s)
 
 
-class _Patience:
+class _RetryPolicy:
     """When to try again and when to give up: attempts in a row without news, under one deadline."""
 
     def __init__(self, address: str, max_retries: int, timeout_s: float) -> None:
@@ -261,7 +261,7 @@ class _Patience:
         """Sleep until the next attempt is due. Raises what the caller should see where there is none."""
         failure = self._failure(error, seen)
         pause_s = self._pause_s(error, failure)
-        if not _may_pass(error, failure) or self._num_failures >= self._max_retries or pause_s >= self.left_s:
+        if not _is_retryable(error, failure) or self._num_failures >= self._max_retries or pause_s >= self.left_s:
             raise failure from error
         self._num_failures += 1
         await asyncio.sleep(pause_s)
@@ -269,13 +269,13 @@ class _Patience:
     def _pause_s(self, error: grpc.aio.AioRpcError | None, failure: SpecdecError) -> float:
         """Return what the server asked for, then a pause of its own, so that clients do not come back all at once."""
         asked_s: float = (
-            failure.retry_after_s if _is_said(error) and isinstance(failure, Overloaded | Unavailable) else 0.0
+            failure.retry_after_s if _from_server(error) and isinstance(failure, Overloaded | Unavailable) else 0.0
         )
         return asked_s + random.uniform(0.5, 1) * min(FIRST_PAUSE_S * 2.0**self._num_failures, LONGEST_PAUSE_S)
 
     def _failure(self, error: grpc.aio.AioRpcError | None, seen: Transcript | None) -> SpecdecError:
         """Return a server's own error as it is; say of a connection's where it ended and how to go on."""
-        if error and _is_said(error):
+        if error and _from_server(error):
             return from_rpc_error(error)
         if error and error.code() is grpc.StatusCode.UNIMPLEMENTED:
             return Mismatch(
@@ -289,14 +289,14 @@ class _Patience:
         return Unavailable(what + rest)
 
 
-def _is_said(error: grpc.aio.AioRpcError | None) -> bool:
+def _from_server(error: grpc.aio.AioRpcError | None) -> bool:
     """Say whether a server of ours sent this status, not the connection."""
     return error is not None and any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())
 
 
-def _may_pass(error: grpc.aio.AioRpcError | None, failure: SpecdecError) -> bool:
+def _is_retryable(error: grpc.aio.AioRpcError | None, failure: SpecdecError) -> bool:
     """Say whether another attempt can help. A fenced session is another coordinator's now, which Resume will find."""
-    if _is_said(error):
+    if _from_server(error):
         return isinstance(failure, Overloaded | Unavailable | Fenced)
     return error is None or error.code() in CONNECTION_CODES
 

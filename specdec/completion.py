@@ -10,9 +10,9 @@ from enum import Enum
 from itertools import pairwise
 
 from specdec.errors import DataLoss, Mismatch
-from specdec.types import FinishReason, ModelInfo, Origin, SamplingParams, Statistics, TokenLogprobs
+from specdec.messages import model_from_proto, sampling_from_proto
+from specdec.types import FinishReason, ModelInfo, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
-from specdec.wire import model_from_proto, sampling_from_proto
 
 
 class SessionStatus(Enum):
@@ -48,7 +48,7 @@ class Chunk:
     offset: int  # completion tokens before this chunk
     tokens: tuple[int, ...]
     text: str
-    origins: tuple[Origin, ...]  # one a token
+    origins: tuple[TokenOrigin, ...]  # one a token
     digest: bytes
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token where they were asked for
     text_ends: tuple[int, ...] = ()  # one a token: where its certain text ends within `text`
@@ -86,7 +86,7 @@ class Completion:
     session_id: str
     tokens: tuple[int, ...]
     text: str
-    origins: tuple[Origin, ...]
+    origins: tuple[TokenOrigin, ...]
     logprobs: tuple[TokenLogprobs, ...]
     digest: bytes
     finish: Finish
@@ -193,7 +193,7 @@ def _chunk(message: generation_pb2.GenerateResponse | generation_pb2.ResumeRespo
         offset=message.offset,
         tokens=tuple(message.tokens),
         text=message.text,
-        origins=tuple(map(Origin, message.origins)),
+        origins=tuple(map(TokenOrigin, message.origins)),
         digest=message.digest,
         logprobs=tuple(
             TokenLogprobs(entry.logprob, tuple((top.token, top.logprob) for top in entry.top))

@@ -6,7 +6,7 @@
     ├── AlreadyExists      the request_id was used with other parameters
     ├── Fenced             another coordinator owns the session now
     ├── Mismatch           draft and target, or model and request, do not fit
-    ├── NonFiniteRow       the model's law for this session holds NaN or infinity
+    ├── NonFiniteLogits       the model's distribution for this session holds NaN or infinity
     ├── Overloaded         no room now; says when to come back
     ├── Unavailable        loading, draining, or a part is gone; says when to come back
     ├── DataLoss           the store went back in time
@@ -18,10 +18,9 @@ Every status carries an ErrorInfo; InvalidArgument adds BadRequest, Overloaded a
 from collections.abc import Mapping, Sequence
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 DOMAIN = "specdec"
 BROKEN_CALL_CODES = frozenset(
@@ -95,11 +94,11 @@ class Mismatch(SpecdecError):
     reason = "MODEL_MISMATCH"
 
 
-class NonFiniteRow(SpecdecError):
+class NonFiniteLogits(SpecdecError):
     """The model gave NaN or infinity for this session."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
-    reason = "NON_FINITE_ROW"
+    reason = "NON_FINITE_LOGITS"
 
 
 class _Retryable(SpecdecError):
@@ -132,7 +131,7 @@ class DataLoss(SpecdecError):
     """The store holds less than, or other than, what a client was shown."""
 
     code = grpc.StatusCode.DATA_LOSS
-    reason = "STORE_WENT_BACK"
+    reason = "STORE_ROLLED_BACK"
 
 
 class Internal(SpecdecError):
@@ -148,24 +147,12 @@ ERRORS: tuple[type[SpecdecError], ...] = (
     AlreadyExists,
     Fenced,
     Mismatch,
-    NonFiniteRow,
+    NonFiniteLogits,
     Overloaded,
     Unavailable,
     DataLoss,
     Internal,
 )
-
-
-def to_status(error: SpecdecError) -> grpc.Status:
-    """Return the status to abort a call with."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
-    status = status_pb2.Status(code=error.code.value[0], message=error.message)
-    for detail in (info, *error.details()):
-        packed = any_pb2.Any()
-        packed.Pack(detail)
-        status.details.append(packed)
-    result: grpc.Status = rpc_status.to_status(status)
-    return result
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> SpecdecError:
@@ -194,7 +181,7 @@ def _kind_of_code(code: grpc.StatusCode) -> type[SpecdecError]:
     """
     if code in BROKEN_CALL_CODES:
         return Unavailable
-    return next((kind for kind in ERRORS if kind.code == code and kind is not NonFiniteRow), Internal)
+    return next((kind for kind in ERRORS if kind.code == code and kind is not NonFiniteLogits), Internal)
 
 
 def _read_details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo, dict[str, str], float]:

@@ -9,10 +9,10 @@ from typing import Any, TextIO
 
 import typer
 
-from specdec.child import LogLine, format_event
-from specdec.client import Chunk, Finish, Origin, ServedModel, Session
+from specdec.client import Chunk, Finish, ServedModel, Session, TokenOrigin
+from specdec.serving.child import LogLine, format_event
 
-COLOURS = {Origin.ACCEPTED: "green", Origin.RECOVERED: "yellow", Origin.BONUS: "cyan"}
+COLOURS = {TokenOrigin.ACCEPTED: "green", TokenOrigin.RECOVERED: "yellow", TokenOrigin.BONUS: "cyan"}
 LOG_COLOURS = {"coordinator": "cyan", "target": "magenta", "draft": "green"}
 NAME_WIDTH = len("target worker")
 

@@ -1,15 +1,14 @@
-"""The values that the services exchange: frozen, checked once at the border (`specdec.wire`), trusted inside.
+"""The values that the services exchange: frozen, checked once at the border (`specdec.exact.codec`), trusted inside.
 
 Number types are open on purpose: production rows hold floats, the proofs run the same code on fractions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
 MAX_DRAFT_TOKENS = 32  # a row's support is at most 1024 tokens of 8 bytes: 32 rows stay under 300 kB
-MAX_SUPPORT_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,82 +44,12 @@ class SpeculationParams:
     drafter: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A sparse next-token law: what was truncated, renormalised, drawn from and shipped."""
-
-    token_ids: Sequence[int]  # [S], the support, each id once
-    probs: Sequence[float]  # [S], > 0, summing to 1
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """K draft tokens, each with the row that it was drawn from; K = 0 is plain decoding."""
-
-    tokens: tuple[int, ...] = ()  # [K]
-    rows: tuple[Row, ...] = ()  # [K]
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetRow:
-    """What the target says about one position: its law on a support, and beside it one draw from the rest."""
-
-    support_probs: Sequence[float]  # [S], on the support of the draft's row; empty for the last row
-    tail_mass: float  # mass outside the support, summed over that complement
-    tail_token: int  # drawn from the law outside the support; meaningless where tail_mass is 0
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Log probabilities of one position under the model's own law, in nats."""
-
-    by_token: Mapping[int, float]  # every token that could be emitted here
-    top: tuple[tuple[int, float], ...]  # the most probable tokens, best first
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The target's answer to a proposal: K + 1 rows."""
-
-    rows: tuple[TargetRow, ...]  # [K + 1]
-    logprobs: tuple[RowLogprobs, ...] = ()  # [K + 1], or empty where none were asked for
-
-
-class Origin(Enum):
+class TokenOrigin(Enum):
     """Where a committed token came from."""
 
     ACCEPTED = 1
     RECOVERED = 2
     BONUS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """How a round ends: the first `num_accepted` draft tokens, then `next_token`."""
-
-    num_accepted: int
-    next_token: int
-    next_origin: Origin
-
-
-@dataclass(frozen=True, slots=True)
-class Uniforms:
-    """The coordinator's draws of one round."""
-
-    accept: Sequence[float]  # [K], in [0, 1)
-    close: float  # in [0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Where a worker's time went, in seconds."""
-
-    queue_s: float = 0.0
-    forward_s: float = 0.0
-    total_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +105,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token's log probability under the model's own law, in nats, and its most probable rivals, best first."""
+    """A token's log probability under the model's own distribution, in nats; the most probable tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]

@@ -5,11 +5,11 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from specdec.config import TargetSettings, load
 from specdec.engine import EngineError
-from specdec.rpc import CannotServe, Server, run_service
+from specdec.serving.model_worker import load_model, new_engine, running
+from specdec.serving.server import CannotServe, Server, run_service
+from specdec.serving.settings import TargetSettings, load
 from specdec.v1 import target_pb2_grpc
-from specdec.worker import load_model, new_engine, running
 from target_service.metrics import METRICS
 from target_service.scorer import Scorer
 from target_service.servicer import TargetServicer

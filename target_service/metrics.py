@@ -1,5 +1,5 @@
 """The target worker's Prometheus metrics: `specdec_target_...`."""
 
-from specdec.worker_metrics import WorkerMetrics
+from specdec.serving.worker_metrics import WorkerMetrics
 
 METRICS = WorkerMetrics("target", "scored_tokens")

@@ -1,7 +1,7 @@
 """Scoring: K + 1 rows a session from one forward, on the draft's supports, with one token drawn from beside each.
 
-The arithmetic is batched over the rows of all sessions that share the forward; row i of a session is the target's law
-after its committed tokens and its first i draft tokens, under the same sampling parameters as the draft's.
+The arithmetic is batched over the rows of all sessions that share the forward; row i of a session is the target's
+distribution after its committed tokens and its first i draft tokens, under the same sampling parameters as the draft's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from specdec.claims import Session
 from specdec.engine import Task
-from specdec.errors import NonFiniteRow
-from specdec.held import HeldTokens
-from specdec.randomness import Purpose, uniforms
-from specdec.sampling import RowContext, draw_dense, drop_padding, is_finite, next_token_rows
-from specdec.types import RowLogprobs, Scores, TargetRow
+from specdec.engine.held import HeldTokens
+from specdec.errors import NonFiniteLogits
+from specdec.exact.randomness import Purpose, uniforms
+from specdec.exact.sampling import SamplingContext, draw_dense, drop_padding, is_finite, next_token_distributions
+from specdec.exact.values import PositionLogprobs, Scores, TargetDistribution
+from specdec.serving.session_stream import Session
 from target_service.metrics import METRICS
 
 
@@ -51,15 +51,15 @@ class ScoreTask(Task[Scores]):
         """Truncate to `start`; where a stream begins, keep what the cache holds of its tokens already."""
         self.tokens = self._held.resume(self.sequence, self.start, self.tokens, self.num_rows, self._match)
 
-    def contexts(self) -> list[RowContext]:
+    def contexts(self) -> list[SamplingContext]:
         """Return what each row depends on, [K + 1]."""
         sampling = self.session.sampling
         if not sampling.has_penalties:
-            return [RowContext(sampling)] * self.num_rows
+            return [SamplingContext(sampling)] * self.num_rows
         text = self._held.of(self.sequence)
         prompt = text[: self.session.num_prompt_tokens]
         ends = range(self.round.committed_length, self.round.committed_length + self.num_rows)
-        return [RowContext(sampling, prompt, text[len(prompt) : end]) for end in ends]
+        return [SamplingContext(sampling, prompt, text[len(prompt) : end]) for end in ends]
 
 
 class Scorer:
@@ -74,15 +74,19 @@ class Scorer:
         return ScoreTask(session, given, self._held, match)
 
     def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
-        """End each task with its scores, or with NonFiniteRow, from logits [sum of K + 1, V]."""
+        """End each task with its scores, or with NonFiniteLogits, from logits [sum of K + 1, V]."""
         METRICS.observe_batch(len(tasks))
         logits = drop_padding(logits, self._vocab_size)
-        rows = next_token_rows(logits, [context for task in tasks for context in task.contexts()], self._vocab_size)
+        rows = next_token_distributions(
+            logits, [context for task in tasks for context in task.contexts()], self._vocab_size
+        )
         finite = is_finite(rows)
-        target_rows = _target_rows(tasks, rows)
+        target_rows = _target_distributions(tasks, rows)
         for task, (begin, end) in zip(tasks, _spans(tasks), strict=True):
             if not all(finite[begin:end]):
-                task.fail(NonFiniteRow("the model's logits for this session are not finite; restart it, or its worker"))
+                task.fail(
+                    NonFiniteLogits("the model's logits for this session are not finite; restart it, or its worker")
+                )
                 continue
             scored = target_rows[begin:end]
             task.finish(Scores(tuple(scored), _logprobs(task, scored, logits[begin:end])))
@@ -93,7 +97,7 @@ def _spans(tasks: Iterable[ScoreTask]) -> Iterable[tuple[int, int]]:
     return pairwise(accumulate((task.num_rows for task in tasks), initial=0))
 
 
-def _target_rows(tasks: Sequence[ScoreTask], rows: torch.Tensor) -> list[TargetRow]:
+def _target_distributions(tasks: Sequence[ScoreTask], rows: torch.Tensor) -> list[TargetDistribution]:
     """Read the supports from rows [N, V], then draw one token a row from what is left; rows are overwritten."""
     supports = [support for task in tasks for support in (*task.round.supports, ())]  # [N], () for the last rows
     inside = _indices(supports, rows.device)
@@ -107,7 +111,7 @@ def _target_rows(tasks: Sequence[ScoreTask], rows: torch.Tensor) -> list[TargetR
     tail_tokens, tail_masses = draw_dense(rows, draws)
     cuts = pairwise(accumulate(map(len, supports), initial=0))
     probs = [support_probs[begin:end] for begin, end in cuts]
-    return list(map(TargetRow, probs, tail_masses, tail_tokens))
+    return list(map(TargetDistribution, probs, tail_masses, tail_tokens))
 
 
 def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +122,9 @@ def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tupl
     return pairs[0], pairs[1]
 
 
-def _logprobs(task: ScoreTask, scored: Sequence[TargetRow], logits: torch.Tensor) -> tuple[RowLogprobs, ...]:
+def _logprobs(
+    task: ScoreTask, scored: Sequence[TargetDistribution], logits: torch.Tensor
+) -> tuple[PositionLogprobs, ...]:
     """Return the model's own log probabilities, from logits [K + 1, V]; nothing where none were asked for."""
     num_top = task.session.sampling.num_logprobs
     if num_top is None:
@@ -130,6 +136,6 @@ def _logprobs(task: ScoreTask, scored: Sequence[TargetRow], logits: torch.Tensor
     by_token = [{token: next(flat) for token in tokens} for tokens in wanted]
     top, top_ids = (values.tolist() for values in logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1))
     return tuple(
-        RowLogprobs(mapping, tuple(zip(ids, values, strict=True)))
+        PositionLogprobs(mapping, tuple(zip(ids, values, strict=True)))
         for mapping, ids, values in zip(by_token, top_ids, top, strict=True)
     )

@@ -3,14 +3,16 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from specdec import wire
-from specdec.claims import Claims, Session, SessionStream, session_from_proto
+from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
 from specdec.errors import InvalidArgument
-from specdec.telemetry import get_logger
-from specdec.types import MAX_DRAFT_TOKENS, MAX_SUPPORT_TOKENS, ModelInfo, Timing
+from specdec.exact import codec
+from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
+from specdec.serving.model_worker import run_task
+from specdec.serving.session_stream import EpochFence, Session, SessionStream, session_from_proto
+from specdec.serving.telemetry import get_logger
+from specdec.types import MAX_DRAFT_TOKENS, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
-from specdec.worker import run_task
 from target_service.metrics import METRICS
 from target_service.scorer import Round, Scorer, ScoreTask
 
@@ -22,11 +24,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._engine = engine
         self._scorer = scorer
         self._model = model
-        self._claims = Claims()
+        self._fence = EpochFence()
 
     async def GetTarget(self, request: target_pb2.GetTargetRequest, context: Any) -> target_pb2.GetTargetResponse:
         """Say what this worker scores with."""
-        return target_pb2.GetTargetResponse(model=wire.model_to_proto(self._model))
+        return target_pb2.GetTargetResponse(model=messages.model_to_proto(self._model))
 
     async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
@@ -35,16 +37,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         if opening is None:
             return
         session = session_from_proto(opening.session, self._model.vocab_size)
-        self._claims.check(session)
+        self._fence.check(session)
         num_rounds = 0
         try:
             async for message in stream.rounds():
-                self._claims.check(session)
+                self._fence.check(session)
                 # only a stream's first round may find tokens that it has not sent: those of the stream before it
                 await context.write(await self._score(session, message, match=num_rounds == 0))
                 num_rounds += 1
             if stream.closed:
-                self._claims.check(session)
+                self._fence.check(session)
                 self._engine.forget(session.session_id)
         finally:
             get_logger().info(
@@ -61,12 +63,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         try:
             scores = await run_task(self._engine, task)
         except CacheMiss as miss:
-            return target_pb2.ScoreResponse(cached_len=miss.cached_length, load=self._load())
+            return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load())
         self._report(session, given, task)
-        response = wire.scores_to_proto(scores)
+        response = codec.scores_to_proto(scores)
         response.cached_len = given.committed_length + len(given.draft_tokens)
         timings = task.timings
-        response.timing.CopyFrom(wire.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
+        response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
         response.load.CopyFrom(self._load())
         return response
 
@@ -77,8 +79,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise InvalidArgument({"score.tokens": "is empty; repeat at least the last committed token"})
         if num_drafted > MAX_DRAFT_TOKENS:
             raise InvalidArgument({"score.draft_tokens": f"has {num_drafted}; the most is {MAX_DRAFT_TOKENS}"})
-        wire.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
-        wire.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
+        messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
+        messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
             problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
@@ -86,18 +88,18 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         supports = self._supports(message.supports, message.draft_tokens)
         return Round(message.start, list(message.tokens), list(message.draft_tokens), supports)
 
-    def _supports(self, message: types_pb2.SparseRows, draft_tokens: Any) -> list[list[int]]:
+    def _supports(self, message: types_pb2.SparseDistributions, draft_tokens: Any) -> list[list[int]]:
         field, num_drafted = "score.supports", len(draft_tokens)
-        if len(message.sizes) != wire.UINT32.itemsize * num_drafted:
+        if len(message.sizes) != codec.UINT32.itemsize * num_drafted:
             raise InvalidArgument({field: f"has {len(message.sizes)} bytes of sizes for {num_drafted} draft tokens"})
-        if len(message.token_ids) > wire.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
+        if len(message.token_ids) > codec.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
             raise InvalidArgument({field: f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
         try:
-            supports = wire.supports_from_proto(message)
-        except wire.MalformedReply as error:
+            supports = codec.supports_from_proto(message)
+        except codec.MalformedReply as error:
             raise InvalidArgument({field: f"is malformed: {error}"}) from None
         for token, support in zip(draft_tokens, supports, strict=True):
-            wire.check_tokens(support, self._model.vocab_size, field)
+            messages.check_tokens(support, self._model.vocab_size, field)
             if token not in support:
                 raise InvalidArgument({field: "lacks its own draft token; a row must hold what was drawn from it"})
         return supports

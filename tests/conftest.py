@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from redis_server import RedisServer, running_redis
+
+from tests.support.redis_server import RedisServer, running_redis
 
 
 @pytest.fixture(scope="session")

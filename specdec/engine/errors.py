@@ -21,11 +21,11 @@ class CacheFull(EngineError):
 
 
 class CacheMiss(EngineError):
-    """The sequence holds only `cached_length` tokens; repeat the task from there."""
+    """The sequence holds only `cached_len` tokens; repeat the task from there."""
 
-    def __init__(self, cached_length: int, start: int) -> None:
-        super().__init__(f"{cached_length} tokens are cached, fewer than the {start} to build on; start from there")
-        self.cached_length = cached_length
+    def __init__(self, cached_len: int, start: int) -> None:
+        super().__init__(f"{cached_len} tokens are cached, fewer than the {start} to build on; start from there")
+        self.cached_len = cached_len
 
 
 class SequenceTooLong(EngineError):

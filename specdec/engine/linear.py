@@ -39,14 +39,14 @@ def pack_linears(model: nn.Module) -> int:
     num_packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            packed = packed_twin(child)
+            packed = try_prepack(child)
             if packed is not None:
                 setattr(parent, name, packed)
                 num_packed += 1
     return num_packed
 
 
-def packed_twin(module: nn.Module) -> PackedLinear | None:
+def try_prepack(module: nn.Module) -> PackedLinear | None:
     """Return the module's packed twin, or None where there is none that gives the same bits."""
     if type(module) is not nn.Linear or module.weight.dtype != torch.bfloat16 or module.weight.device.type != "cpu":
         return None

@@ -25,7 +25,7 @@ import torch
 from specdec.engine.errors import EngineError
 from specdec.engine.model import Feed
 from specdec.engine.schedule import DECODING_TOKENS, Forwards, Schedule, TaskT
-from specdec.engine.task import Seat, Task
+from specdec.engine.task import Task, TaskState
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +105,15 @@ class EngineLoop(Generic[TaskT]):
         if self._stopping or not self._thread.is_alive():
             raise EngineError("the engine is not running; start it first, or ask another worker")
         self._num_arrived += 1
-        seat: Seat[Any] = Seat(self._num_arrived)
-        task.take(seat)
+        state: TaskState[Any] = TaskState(self._num_arrived)
+        task.take(state)
         self._inbox.put(task)
         if self._stopping:  # the thread may have emptied the inbox for the last time
             raise EngineError("the engine is stopping; ask another worker")
         try:
-            return await seat.future
+            return await state.future
         except asyncio.CancelledError:
-            seat.abandoned = True
+            state.abandoned = True
             self._call(lambda: None)  # wakes the thread
             raise
 
@@ -184,7 +184,7 @@ class EngineLoop(Generic[TaskT]):
 
     def _drop_abandoned(self) -> None:
         for task in self._schedule.tasks:
-            if task.seat.abandoned:
+            if task.state.abandoned:
                 task.fail(EngineError("cancelled"))
                 self._schedule.end(task)
 
@@ -245,7 +245,7 @@ class EngineLoop(Generic[TaskT]):
                 self._schedule.end(task)
         for task in self._schedule.ended:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody awaits the task any more
-                task.seat.event_loop.call_soon_threadsafe(task.seat.deliver)
+                task.state.event_loop.call_soon_threadsafe(task.state.deliver)
         self._schedule.ended.clear()
 
     def _fail_everything(self) -> None:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from specdec.engine.attention import ATTENTION_NAME, PackedAttention, Segment, ShapeProbe, attending
 from specdec.engine.check import float32_copy, make_check, num_embeddings
 from specdec.engine.errors import CacheFull, EngineError, ModelRefused, SequenceTooLong
+from specdec.engine.fused import FusedDecoder, has_fused_forward
 from specdec.engine.kv import KvCache, LayerShape, Sequence
-from specdec.engine.lean import LeanDecoder, is_lean
 from specdec.engine.linear import pack_linears
 from specdec.engine.loading import choose_device, load_pretrained
 
@@ -28,8 +28,8 @@ BLOCK_TOKENS = 32  # half a block is lost per sequence; growing into a new block
 CHECK_CACHE_BYTES = 64 << 20  # for two short prompts of a model small enough to be copied
 
 
-class _LeanFailed(Exception):
-    """The lean decoder cannot serve the model, or not exactly."""
+class _FusedForwardFailed(Exception):
+    """The fused decoder cannot serve the model, or not exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Feed:
 class LanguageModel:
     """A causal language model with its KV cache. Use it on one thread; `EngineLoop` does."""
 
-    def __init__(self, model: PreTrainedModel, name: str, kv_cache_bytes: int, block_tokens: int, lean: bool) -> None:
+    def __init__(self, model: PreTrainedModel, name: str, kv_cache_bytes: int, block_tokens: int, fused: bool) -> None:
         model.set_attn_implementation(ATTENTION_NAME)
         self.name = name
         self._model = model
-        self._lean = LeanDecoder(model) if lean else None
+        self._fused = FusedDecoder(model) if fused else None
         pack_linears(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         text_config = model.config.get_text_config(decoder=True)
@@ -80,10 +80,10 @@ class LanguageModel:
         """
         arguments = (name_or_path, choose_device(device), dtype, kv_cache_bytes, block_tokens, self_check)
         try:
-            return cls._serve(*arguments, lean=True)
-        except _LeanFailed as failure:
+            return cls._serve(*arguments, fused=True)
+        except _FusedForwardFailed as failure:
             logger.warning("%s; it is served through transformers' own forward", failure)
-            return cls._serve(*arguments, lean=False)
+            return cls._serve(*arguments, fused=False)
 
     @classmethod
     def _serve(
@@ -95,19 +95,19 @@ class LanguageModel:
         block_tokens: int,
         self_check: bool,
         *,
-        lean: bool,
+        fused: bool,
     ) -> "LanguageModel":
         pretrained = load_pretrained(name, device, dtype)
-        lean = lean and is_lean(pretrained)
+        fused = fused and has_fused_forward(pretrained)
         try:
             if self_check:
-                cls._check_copy(pretrained, name, CHECK_CACHE_BYTES, block_tokens, lean)
-            return cls._checked(pretrained, self_check, name, kv_cache_bytes, block_tokens, lean)
+                cls._check_copy(pretrained, name, CHECK_CACHE_BYTES, block_tokens, fused)
+            return cls._checked(pretrained, self_check, name, kv_cache_bytes, block_tokens, fused)
         except CacheFull:
             raise
         except Exception as error:
-            if lean:
-                raise _LeanFailed(f"the lean decoder does not serve {name}: {error}") from error
+            if fused:
+                raise _FusedForwardFailed(f"the fused decoder does not serve {name}: {error}") from error
             raise
 
     @classmethod
@@ -184,8 +184,8 @@ class LanguageModel:
     def _logits(self, tokens: list[int], positions: list[int], rows: list[int]) -> torch.Tensor:
         """Run the model over one packed row; return float32 [len(rows), vocab_size]."""
         kept_rows = rows or [0]  # one row where none is wanted: heads dislike empty input
-        if self._lean is not None:
-            return self._lean(tokens, positions, kept_rows)[: len(rows)].float()
+        if self._fused is not None:
+            return self._fused(tokens, positions, kept_rows)[: len(rows)].float()
         keep = torch.tensor(kept_rows, device=self.device)
         packed = torch.tensor([tokens, positions], device=self.device)  # [2, total_tokens]
         options: dict[str, Any] = {"logits_to_keep": keep} if self._takes_rows else {}

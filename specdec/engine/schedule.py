@@ -55,7 +55,7 @@ class Schedule(Generic[TaskT]):
     def choose_batch(self) -> list[tuple[TaskT, Feed]]:
         """Reserve room for, and return, what goes into the next forward."""
         batch = Batch[TaskT](self._max_batch_tokens, self._prefill_chunk_tokens)
-        for task in sorted(self.running, key=lambda task: (len(task.tokens) > DECODING_TOKENS, task.seat.number)):
+        for task in sorted(self.running, key=lambda task: (len(task.tokens) > DECODING_TOKENS, task.state.number)):
             while task in self.running and not self._reserve(task, batch):
                 self._put_back(self._youngest_outside(batch))
         busy = {task.key for task in self.running}
@@ -70,23 +70,23 @@ class Schedule(Generic[TaskT]):
     def _youngest_outside(self, batch: "Batch[TaskT]") -> TaskT:
         """Return the running task that must make way for an older one, or for itself."""
         fed = {id(task) for task, _ in batch.feeds}
-        return max((task for task in self.running if id(task) not in fed), key=lambda task: task.seat.number)
+        return max((task for task in self.running if id(task) not in fed), key=lambda task: task.state.number)
 
     def _is_blocked(self, task: TaskT) -> bool:
         """Whether the task lost its room, and nobody has ended since."""
-        return bool(self.running) and task.seat.num_ended_before == self._num_ended
+        return bool(self.running) and task.state.num_ended_before == self._num_ended
 
     def _begin(self, task: TaskT) -> bool:
         """Prepare a waiting task, unless it stands where it stopped; return whether it can go on."""
-        seat = task.seat
+        state = task.state
         task.sequence = self._model.cache.open(task.key)
-        if seat.length == task.sequence.length:
+        if state.length == task.sequence.length:
             return True
         try:
             task.restart()
             task.prepare()
             if not task.done:
-                seat.first_length = task.sequence.length
+                state.first_length = task.sequence.length
                 self.check(task)
         except Exception as error:
             task.fail(error)
@@ -126,28 +126,28 @@ class Schedule(Generic[TaskT]):
             self.waiting.remove(task)
             self.running.append(task)
             task.sequence.pin()
-            task.timings.queue_s = task.timings.queue_s or time.perf_counter() - task.seat.arrived_s
+            task.timings.queue_s = task.timings.queue_s or time.perf_counter() - task.state.arrived_s
 
     def _put_back(self, task: TaskT) -> None:
         """Let a running task wait for room; what it has cached may be evicted."""
         self.running.remove(task)
         task.sequence.unpin()
-        task.seat.length = task.sequence.length
-        task.seat.num_ended_before = self._num_ended
+        task.state.length = task.sequence.length
+        task.state.num_ended_before = self._num_ended
         self.waiting.append(task)
-        self.waiting.sort(key=lambda task: task.seat.number)
+        self.waiting.sort(key=lambda task: task.state.number)
 
     def end(self, task: TaskT) -> None:
         """Give back what a task that is done holds; if it failed, its sequence goes back to where it began."""
         self._num_ended += 1
-        began = task in self.running or task.seat.length is not None
+        began = task in self.running or task.state.length is not None
         if task in self.running:
             self.running.remove(task)
             task.sequence.unpin()
         else:
             self.waiting.remove(task)
-        if began and task.seat.error is not None:
-            task.sequence.truncate(min(task.sequence.length, task.seat.first_length))
+        if began and task.state.error is not None:
+            task.sequence.truncate(min(task.sequence.length, task.state.first_length))
         self.ended.append(task)
 
 

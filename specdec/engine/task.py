@@ -38,19 +38,19 @@ class Task(Generic[ResultT]):
         self.timings = Timings()
         self.done = False
         self._first_claim = (tuple(tokens), num_rows)
-        self._seat: Seat[ResultT] | None = None
+        self._state: TaskState[ResultT] | None = None
 
     @property
-    def seat(self) -> "Seat[ResultT]":
+    def state(self) -> "TaskState[ResultT]":
         """What the loop remembers of the task."""
-        assert self._seat is not None
-        return self._seat
+        assert self._state is not None
+        return self._state
 
-    def take(self, seat: "Seat[ResultT]") -> None:
+    def take(self, state: "TaskState[ResultT]") -> None:
         """Enter a loop; a task runs once."""
-        if self._seat is not None:
+        if self._state is not None:
             raise EngineError(f"task {self.key!r} was already run; make a new one")
-        self._seat = seat
+        self._state = state
 
     def prepare(self) -> None:
         """Truncate the sequence to `start`; raise CacheMiss, or end the task here, when it holds less.
@@ -71,10 +71,10 @@ class Task(Generic[ResultT]):
         self._end(None, error)
 
     def _end(self, result: ResultT | None, error: BaseException | None) -> None:
-        if not self.done and self._seat is not None:
+        if not self.done and self._state is not None:
             self.done = True
-            self.timings.total_s = time.perf_counter() - self._seat.arrived_s
-            self._seat.result, self._seat.error = result, error
+            self.timings.total_s = time.perf_counter() - self._state.arrived_s
+            self._state.result, self._state.error = result, error
 
     def restart(self) -> None:
         """Go back to the tokens and rows that the task was made with."""
@@ -82,7 +82,7 @@ class Task(Generic[ResultT]):
         self.tokens = list(tokens)
 
 
-class Seat(Generic[ResultT]):
+class TaskState(Generic[ResultT]):
     """What the loop remembers of a task: who awaits it, and where it stands."""
 
     def __init__(self, number: int) -> None:

@@ -1,0 +1,423 @@
+"""`make exactness`: through real servers, the text has the target's distribution.
+
+Two tiny random models, so small that the target's distribution of the first tokens can be written down:
+every text of four tokens out of six. Real workers and a real coordinator, each a process, generate texts
+speculatively; a joint chi-square compares them with that distribution, from transformers' own forward in float64.
+It sees a total variation of about 0.02 at 20,000 texts. Seeds are fixed: the same texts come again on every run.
+
+    python -m benchmarks.exactness --generations 20000 --case top_p --case n-gram
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from specdec.serving.child import Child
+from specdec.serving.local import Options, environment_of, running, worker_commands
+from tests.support.distributions import Agreement, History, agreement, joint_distribution, reference_distribution
+
+VOCAB_SIZE = 6
+NUM_TOKENS = 4
+NUM_DRAFT_TOKENS = 3
+PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-gram drafts never run dry
+SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
+NUM_CONCURRENT = 64
+ASK_AGAIN_S = 0.2
+REJECT_BELOW = 1e-3
+MAX_DEVIATIONS = 5.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of generating."""
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    speculation: SpeculationParams = field(default_factory=lambda: SpeculationParams(NUM_DRAFT_TOKENS, "model"))
+    kills_draft: bool = False
+
+
+CASES = {
+    "K = 3": Case(),
+    "top_p 0.8": Case(SamplingParams(top_p=0.8)),
+    "top_k 3": Case(SamplingParams(top_k=3)),
+    "penalties": Case(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)),
+    "n-gram": Case(speculation=SpeculationParams(NUM_DRAFT_TOKENS, "ngram")),
+    "draft killed": Case(kills_draft=True),
+}
+
+
+# ---- the pair
+
+ARCHITECTURE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def save_pair(folder: Path) -> tuple[Path, Path]:
+    """Save a target, and a draft that is the target disturbed; return their folders."""
+    return save_model(folder / "target", disturbance=0.0), save_model(folder / "draft", disturbance=0.05)
+
+
+@torch.no_grad()
+def save_model(folder: Path, disturbance: float) -> Path:
+    """Save a tiny random Llama with distributions far from uniform, and its tokenizer of letters."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ARCHITECTURE))
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=disturbance)
+    model.save_pretrained(folder)
+    vocabulary = {letter: token for token, letter in enumerate("abcdefgh"[:VOCAB_SIZE])}
+    Tokenizer(WordLevel(vocabulary, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@torch.no_grad()
+def logits_of(folder: Path) -> Callable[[History], np.ndarray]:
+    """Return the model's logits [V] behind every text of up to NUM_TOKENS - 1 tokens: one float64 forward over all."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    texts = list(np.ndindex((VOCAB_SIZE,) * (NUM_TOKENS - 1)))
+    logits = model(torch.tensor([(*PROMPT, *text) for text in texts])).logits[:, len(PROMPT) - 1 :].numpy()
+    known = {text[:size]: row[size] for text, row in zip(texts, logits, strict=True) for size in range(NUM_TOKENS)}
+    return known.__getitem__
+
+
+def distributions_of(folder: Path, sampling: SamplingParams) -> Callable[[History], np.ndarray]:
+    """Return the model's next-token distributions [V] under sampling parameters."""
+    logits = logits_of(folder)
+    return lambda text: reference_distribution(logits(text), sampling, PROMPT, text)
+
+
+# ---- what acceptance should be
+
+Distributions = Callable[[History], np.ndarray]
+DraftLaws = Callable[[History, History], np.ndarray]  # behind the committed text and the draft tokens drawn so far
+Mass = dict[History, float]
+
+
+def truncated(distribution: np.ndarray) -> np.ndarray:
+    """Return a draft worker's row: the fewest tokens with SUPPORT_MASS, at most SUPPORT_MAX, renormalised; [V]."""
+    order = np.argsort(-distribution)[:SUPPORT_MAX]
+    size = 1 + int((np.cumsum(distribution[order]) < SUPPORT_MASS).sum())
+    cut = np.zeros_like(distribution)
+    cut[order[:size]] = distribution[order[:size]]
+    cut /= cut.sum()
+    return cut
+
+
+def looked_up(committed: History, drawn: History) -> np.ndarray:
+    """Return the n-gram drafter's row: what followed the longest suffix of up to 4 tokens where it came last; [V]."""
+    text = (*PROMPT, *committed)
+    for length in range(4, 0, -1):
+        ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
+        if ends:
+            distribution: np.ndarray = np.eye(VOCAB_SIZE)[text[ends[-1] + len(drawn) % (len(text) - ends[-1])]]
+            return distribution
+    raise AssertionError("each token of the prompt has followed another")
+
+
+def expected_counts(target: Distributions, draft: DraftLaws) -> tuple[float, float]:
+    """Return how many tokens a generation drafts, and how many of them are accepted: sums of min(p, q) over rounds."""
+    begun: list[Mass] = [{(): 1.0}, *({} for _ in range(NUM_TOKENS))]  # by length: where rounds begin, and how likely
+    drafted = accepted = 0.0
+    for length in range(NUM_TOKENS):
+        num_draft_tokens = min(NUM_DRAFT_TOKENS, NUM_TOKENS - length - 1)
+        for text, chance in begun[length].items():
+            drafted += chance * num_draft_tokens
+            accepted += play_round(text, chance, num_draft_tokens, target, draft, begun)
+    return drafted, accepted
+
+
+def play_round(
+    text: History, chance: float, num_draft_tokens: int, target: Distributions, draft: DraftLaws, begun: list[Mass]
+) -> float:
+    """Add the chances of the rounds that may follow one to `begun`; return how many tokens it accepts on average."""
+    alive: Mass = {(): chance}
+    accepted = 0.0
+    for _ in range(num_draft_tokens):
+        onward: Mass = {}
+        for drawn, weight in alive.items():
+            p, q = target((*text, *drawn)), draft(text, drawn)
+            onward |= {(*drawn, token): weight * both for token, both in enumerate(np.minimum(p, q))}
+            spread(begun, (*text, *drawn), weight * np.maximum(p - q, 0))
+        alive = onward
+        accepted += sum(alive.values())
+    for drawn, weight in alive.items():
+        spread(begun, (*text, *drawn), weight * target((*text, *drawn)))
+    return accepted
+
+
+def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
+    """Note that rounds begin behind each closing token [V] of a text; none does where the text is full."""
+    if len(text) + 1 < NUM_TOKENS:
+        masses = begun[len(text) + 1]
+        for token, weight in enumerate(weights):
+            masses[*text, token] = masses.get((*text, token), 0.0) + float(weight)
+
+
+def expected_rate(case: Case, target: Path, draft: Path) -> float:
+    """Return a case's acceptance rate by the distributions of its models."""
+    target_distributions, draft_distributions = (
+        distributions_of(target, case.sampling),
+        distributions_of(draft, case.sampling),
+    )
+    rows = (
+        looked_up
+        if case.speculation.drafter == "ngram"
+        else lambda *text: truncated(draft_distributions(sum(text, ())))
+    )
+    drafted, accepted = expected_counts(target_distributions, rows)
+    return accepted / drafted
+
+
+# ---- the services
+
+
+class Services:
+    """Two workers and a coordinator, each a process; the draft worker may be killed, and started again where it was."""
+
+    def __init__(self, target: Path, draft: Path) -> None:
+        options = Options(target=str(target), draft=str(draft), port=0, dtype="float32", target_threads=1, drain_s=1.0)
+        self.stack = running(options, lambda name, entry: None)
+        self._draft_command = worker_commands(options, 1)[1]
+
+    @property
+    def draft(self) -> Child:
+        """Return the draft worker that was started last."""
+        return [child for child in self.stack.children if child.name == self._draft_command.name][-1]
+
+    @property
+    def draft_address(self) -> str:
+        """Return where it listens."""
+        return f"127.0.0.1:{self.draft.port.result()}"
+
+    def kill_draft(self) -> None:
+        """Send SIGKILL."""
+        self.draft.signal(signal.SIGKILL)
+
+    async def restart_draft(self) -> None:
+        """Start it again on its port."""
+        port = ("--port", str(self.draft.port.result()))
+        flags = (*self._draft_command.flags, *port)
+        command = replace(self._draft_command, flags=flags)
+        environment = environment_of(command, os.environ)
+        child = await Child.start(command.name, command.module, flags, environment, lambda name, entry: None)
+        self.stack.children.append(child)
+
+
+@asynccontextmanager
+async def services(target: Path, draft: Path) -> AsyncIterator[Services]:
+    """Run the services; rows are cut short, so that tails take part."""
+    cut = {"SPECDEC_SUPPORT_MASS": str(SUPPORT_MASS), "SPECDEC_SUPPORT_MAX": str(SUPPORT_MAX)}
+    os.environ.update(cut)
+    try:
+        started = Services(target, draft)
+        async with started.stack:
+            yield started
+    finally:
+        for name in cut:
+            del os.environ[name]
+
+
+# ---- generations
+
+
+async def generate(
+    client: Client, case: Case, seeds: Sequence[int], on_completion: Callable[[int], None] = lambda count: None
+) -> list[Completion]:
+    """Generate one text a seed, many at a time; `on_completion` is told how many are done."""
+    left = iter(seeds)
+    completions: list[Completion] = []
+
+    async def generate_some() -> None:
+        for seed in left:
+            completions.append(await generate_one(client, case, seed))
+            on_completion(len(completions))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(NUM_CONCURRENT):
+            tasks.create_task(generate_some())
+    return completions
+
+
+async def generate_one(client: Client, case: Case, seed: int) -> Completion:
+    """Generate one text."""
+    sampling = replace(case.sampling, seed=seed, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    return await client.complete(PROMPT, sampling=sampling, speculation=case.speculation)
+
+
+async def completions_of(client: Client, case: Case, num_generations: int, started: Services) -> list[Completion]:
+    """Generate a case's texts; a draft worker is killed after a quarter of them, and is back for the second half."""
+    if not case.kills_draft:
+        return await generate(client, case, range(num_generations))
+    half, quarter = num_generations // 2, num_generations // 4
+
+    def kill_in_time(count: int) -> None:
+        if count == quarter:
+            started.kill_draft()
+
+    bereft = await generate(client, case, range(half), kill_in_time)
+    await started.restart_draft()
+    await until_drafting(client, case)
+    return bereft + await generate(client, case, range(half, num_generations))
+
+
+async def until_drafting(client: Client, case: Case) -> None:
+    """Return once texts are drafted again."""
+    drafting = False
+    while not drafting:
+        await asyncio.sleep(ASK_AGAIN_S)
+        drafting = (await generate_one(client, case, seed=0)).finish.statistics.num_draft_tokens > 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case's figures."""
+
+    name: str
+    completions: list[Completion]
+    agreement: Agreement
+    expected_rate: float
+    elapsed_s: float
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted."""
+        return self._sum("num_accepted_tokens") / self._sum("num_draft_tokens")
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Committed over rounds, the closing token included."""
+        return self._sum("num_tokens") / self._sum("num_rounds")
+
+    @property
+    def deviations(self) -> float:
+        """How far the acceptance rate is from what the distributions say, in standard errors over generations."""
+        statistics = [completion.finish.statistics for completion in self.completions]
+        excess = [each.num_accepted_tokens - self.expected_rate * each.num_draft_tokens for each in statistics]
+        return float(np.mean(excess) / np.std(excess) * len(excess) ** 0.5)
+
+    @property
+    def holds(self) -> bool:
+        """Say whether distribution and acceptance are what they should be."""
+        return self.agreement.p_value > REJECT_BELOW and abs(self.deviations) < MAX_DEVIATIONS
+
+    def _sum(self, name: str) -> float:
+        return float(sum(getattr(completion.finish.statistics, name) for completion in self.completions))
+
+
+async def judge(name: str, num_generations: int, started: Services, target: Path, draft: Path) -> Result:
+    """Generate a case's texts and compare them with the distribution."""
+    case = CASES[name]
+    distribution = joint_distribution(distributions_of(target, case.sampling), NUM_TOKENS)
+    begin = time.perf_counter()
+    async with Client(started.stack.address) as client:
+        completions = await completions_of(client, case, num_generations, started)
+    elapsed_s = time.perf_counter() - begin
+    found = agreement([completion.tokens for completion in completions], distribution)
+    return Result(name, completions, found, expected_rate(case, target, draft), elapsed_s)
+
+
+# ---- the program
+
+
+def row_of(result: Result) -> tuple[str, ...]:
+    """Return a line of the table."""
+    return (
+        result.name,
+        str(len(result.completions)),
+        str(result.agreement.num_cells),
+        f"{result.agreement.statistic:.1f}",
+        f"{result.agreement.p_value:.3g}",
+        f"{result.acceptance_rate:.4f}",
+        f"{result.expected_rate:.4f}",
+        f"{result.deviations:+.1f}",
+        f"{result.tokens_per_round:.3f}",
+        f"{len(result.completions) / result.elapsed_s:.0f}",
+        "holds" if result.holds else "BROKEN",
+    )
+
+
+HEADINGS = (
+    "case",
+    "generations",
+    "cells",
+    "chi-square",
+    "p",
+    "acceptance rate",
+    "by the distributions",
+    "deviation",
+    "tokens per round",
+    "generations/s",
+    "distribution",
+)
+
+
+def table(results: Sequence[Result]) -> Table:
+    """Return all figures."""
+    title = f"joint distribution of {NUM_TOKENS} tokens of {VOCAB_SIZE}, K = {NUM_DRAFT_TOKENS}, through real servers"
+    figures = Table(title=title)
+    for heading in HEADINGS:
+        figures.add_column(heading, justify="left" if heading in ("case", "distribution") else "right")
+    for result in results:
+        figures.add_row(*row_of(result))
+    return figures
+
+
+async def run(num_generations: int, names: Sequence[str], folder: Path) -> list[Result]:
+    """Judge the cases one after the other, with the same servers."""
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    target, draft = save_pair(folder)
+    async with services(target, draft) as started:
+        results = []
+        for name in names:
+            results.append(await judge(name, num_generations, started, target, draft))
+            print(f"{name}: {results[-1].agreement}", flush=True)
+        return results
+
+
+def main() -> None:
+    """Print the table; exit with 1 if a distribution is broken."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.exactness", description=__doc__.split("\n")[0])
+    parser.add_argument("--generations", type=int, default=20_000, help="of each case (default: %(default)s)")
+    parser.add_argument("--case", action="append", choices=CASES, help="only this one; may be repeated")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = asyncio.run(run(arguments.generations, arguments.case or list(CASES), Path(folder)))
+    console = Console(width=max(Console().width, 140))
+    console.print(table(results))
+    console.print(
+        f"a distribution is broken where p <= {REJECT_BELOW:g}, or acceptance is {MAX_DEVIATIONS:g} standard errors off"
+    )
+    sys.exit(not all(result.holds for result in results))
+
+
+if __name__ == "__main__":
+    main()

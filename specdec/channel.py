@@ -1,0 +1,22 @@
+"""Channels to a specdec service: message limits, keepalive, reconnection."""
+
+import grpc
+
+MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 4 MB
+
+
+CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Return a channel to one server."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -1,0 +1,1 @@
+"""What draft, target and coordinator must compute alike: distributions, sampling, randomness, the wire codec."""

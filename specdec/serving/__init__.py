@@ -1,0 +1,1 @@
+"""What every service process shares: servers, channels, settings, logs, metrics, supervision."""

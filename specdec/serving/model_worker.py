@@ -1,0 +1,127 @@
+"""What both workers do with a model: load and describe it, run tasks on it, and watch that it makes progress."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
+from specdec.errors import Internal, Unavailable
+from specdec.serving.server import Server
+from specdec.serving.settings import ModelSettings
+from specdec.serving.telemetry import get_logger
+from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
+from specdec.types import ModelInfo
+
+STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
+EXIT_AFTER_STALL_FACTOR = 5.0  # times as long: the process ends, for whoever watches over it to start another
+WATCH_S = 1.0
+
+
+async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
+    """Load the model on a thread of its own, so that health answers meanwhile.
+
+    Raises ModelRefused, CacheFull or TokenizerMissing.
+    """
+    torch.set_num_threads(settings.num_threads)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
+    return await asyncio.to_thread(_load, settings, name)
+
+
+def _load(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
+    model = LanguageModel.load(
+        name, device=settings.device, dtype=settings.dtype, kv_cache_bytes=settings.kv_cache_bytes
+    )
+    return model, describe(model, tokenizer_folder(name))
+
+
+def describe(model: LanguageModel, folder: Path) -> ModelInfo:
+    """Return what there is to compare between a draft and a target."""
+    tokenizer = load_tokenizer(str(folder))
+    path = Path(model.name).expanduser()
+    return ModelInfo(
+        name=path.resolve().name if path.is_dir() else model.name,
+        tokenizer_fingerprint=fingerprint(tokenizer),
+        # a tokenizer may know more than the model: what the model cannot read is no token of it
+        vocab_size=min(num_token_ids(tokenizer), model.num_token_ids, model.vocab_size),
+        # what does not fit into the whole cache can never be served
+        context_length=min(model.context_length, model.cache.num_tokens),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        eos_token_ids=eos_token_ids(folder),
+    )
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Return the tokens that end a text: what the model's makers generate with, else what its configuration says."""
+    config = _read_json(folder / "config.json")
+    for source in (_read_json(folder / "generation_config.json"), config, config.get("text_config") or {}):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    return ()
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return content
+
+
+def new_engine(settings: ModelSettings, model: LanguageModel, processor: Processor[Any]) -> EngineLoop[Any]:
+    """Return the engine that the settings ask for, not yet started. Raises EngineError for settings that clash."""
+    return EngineLoop(
+        model,
+        processor,
+        max_batch_tokens=settings.max_batch_tokens,
+        prefill_chunk_tokens=settings.prefill_chunk_tokens,
+    )
+
+
+@asynccontextmanager
+async def running(
+    engine: EngineLoop[Any], server: Server, stalled_s: float = STALLED_S, watch_s: float = WATCH_S
+) -> AsyncIterator[None]:
+    """Run the engine; while it makes no progress the server is not ready."""
+    engine.start()
+    watching = asyncio.create_task(_watch(engine, server, stalled_s, watch_s))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+        # a thread that hangs cannot be joined; it dies with the process
+        if not engine.is_stalled(stalled_s):
+            await asyncio.to_thread(engine.stop)
+
+
+async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watch_s: float) -> None:
+    was_stalled = False
+    while True:
+        await asyncio.sleep(watch_s)
+        stalled = engine.is_stalled(stalled_s)
+        if stalled != was_stalled:
+            get_logger().error("engine_stalled", stalled=stalled, step_age_s=engine.last_step_age_s)
+            await server.set_ready(not stalled)
+        was_stalled = stalled
+        if engine.is_stalled(EXIT_AFTER_STALL_FACTOR * stalled_s):
+            server.fail("the engine has stopped, or hangs; the log has the cause, a new process the remedy")
+
+
+async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:
+    """Run a task to its end. Raises its SpecdecError or CacheMiss; Unavailable where the engine is gone."""
+    try:
+        return await engine.run(task)
+    except CacheMiss:
+        raise
+    except EngineError as error:
+        if engine.is_stalled(math.inf):
+            raise Unavailable("the engine has stopped; ask another worker") from error
+        get_logger().error("task_failed", error=type(error).__name__)
+        raise Internal from error

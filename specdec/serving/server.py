@@ -1,0 +1,220 @@
+"""Servers and channels: health, reflection, errors to status codes, limits, drain.
+
+A server's life: listen (health "" SERVING, its services NOT_SERVING, every call UNAVAILABLE), load, ready, then at
+SIGTERM: not serving, drain, close.
+"""
+
+import asyncio
+import gc
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.errors import Internal, InvalidArgument, SpecdecError, Unavailable
+from specdec.serving.settings import ServiceSettings
+from specdec.serving.status import to_status
+from specdec.serving.telemetry import configure_logs, get_logger, serve_metrics
+
+MAX_METADATA_BYTES = 16 << 10
+
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # else a second server on the same port silently takes half of the connections
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.max_concurrent_streams", 16_384),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # clients look for new servers only when a connection ends; running streams get an hour
+    ("grpc.max_connection_age_ms", 300_000),
+    ("grpc.max_connection_age_grace_ms", 3_600_000),
+)
+
+
+class CannotServe(Exception):
+    """The service cannot start, or cannot go on. The message is for people."""
+
+
+class Malformed:
+    """Stands for a message that could not be parsed until the handler is there to say so."""
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Turns exceptions into status codes, the same way for every call, and refuses calls until the server is ready."""
+
+    def __init__(self) -> None:
+        self.ready = False
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wrap the method's handler; health and reflection stay as they are."""
+        method = handler_call_details.method
+        if method.startswith("/grpc."):
+            return await continuation(handler_call_details)
+        if not self.ready:
+            return grpc.unary_unary_rpc_method_handler(_refuse)
+        handler = await continuation(handler_call_details)
+        return handler and _wrapped(handler)
+
+
+async def _refuse(request: bytes, context: Any) -> None:
+    await context.abort_with_status(to_status(Unavailable("the server is loading or shutting down; try again soon")))
+
+
+def _wrapped(handler: Any) -> Any:
+    def parse(data: bytes) -> Any:
+        try:
+            return handler.request_deserializer(data)
+        except DecodeError:
+            return Malformed()
+
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
+
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(_parsed(request), context)
+        except SpecdecError as error:
+            failure = error
+        except Exception as error:
+            # the type alone: a message could quote a prompt
+            get_logger().error("call_failed", error=type(error).__name__, where=_where(error))
+            failure = Internal()
+        await context.abort_with_status(to_status(failure))
+
+    return make(call, parse, handler.response_serializer)
+
+
+def _where(error: BaseException) -> str:
+    """Return file and line of the innermost frame: what a bug report needs, and no data."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "unknown"
+
+
+def _parsed(request: Any) -> Any:
+    """Return the request, or the stream of requests; raise InvalidArgument for one that could not be parsed."""
+    if isinstance(request, Malformed):
+        raise InvalidArgument({"request": "is not a valid message; check field types and that strings are UTF-8"})
+    return _parsed_stream(request) if hasattr(request, "__aiter__") else request
+
+
+async def _parsed_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _parsed(request)
+
+
+class Server:
+    """One gRPC server with health and reflection; handlers are added to `grpc` before `set_ready`."""
+
+    def __init__(self, settings: ServiceSettings, service: str) -> None:
+        self._settings = settings
+        self._service = service
+        self._statuses = StatusInterceptor()
+        self._health = health.aio.HealthServicer()
+        self.grpc = grpc.aio.server(interceptors=[self._statuses], options=_SERVER_OPTIONS)
+        self.port = 0
+        self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def listen(self) -> None:
+        """Open the port. Raises CannotServe if it is taken."""
+        address = f"{self._settings.host}:{self._settings.port}"
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
+        try:
+            self.port = self.grpc.add_insecure_port(address)
+        except RuntimeError:
+            raise CannotServe(
+                f"cannot listen on {address}: the port is in use or not allowed; choose another"
+            ) from None
+        await self._health.set(self._service, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        await self.grpc.start()
+
+    async def set_ready(self, ready: bool) -> None:
+        """Let calls in, or keep new ones out."""
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        self._statuses.ready = ready
+        await self._health.set(self._service, status)
+
+    def fail(self, reason: str) -> None:
+        """End the process with an error: what serves cannot be mended from inside."""
+        if not self.failure.done():
+            self.failure.set_result(reason)
+
+    async def stop(self) -> None:
+        """Refuse new calls, let running ones end within the drain time, close."""
+        self._statuses.ready = False
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(self._settings.drain_s)
+
+
+Build = Callable[[Server], AbstractAsyncContextManager[None]]
+"""Adds the handlers, loads what they need, yields when the service can work, and tidies up after the last call."""
+
+
+@asynccontextmanager
+async def serving(settings: ServiceSettings, service: str, build: Build) -> AsyncIterator[Server]:
+    """Give a server that is ready; drain and close it at the end. Raises CannotServe if a port is taken."""
+    server = Server(settings, service)
+    await server.listen()
+    get_logger().info("listening", port=server.port, metrics_port=serve_metrics(settings))
+    try:
+        async with build(server):
+            await server.set_ready(True)
+            get_logger().info("ready", port=server.port)
+            yield server
+            get_logger().info("draining", drain_s=settings.drain_s)
+            await server.stop()
+    finally:
+        await server.grpc.stop(0)
+
+
+async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:
+    """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
+    configure_logs(name, settings.log_level, settings.log_format)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    told = asyncio.create_task(stopping.wait())
+    running = asyncio.create_task(_serve_until(told, settings, service, build))
+    await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        told.cancel()
+    await running
+    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
+    gc.freeze()
+
+
+async def _serve_until(told: "asyncio.Task[Any]", settings: ServiceSettings, service: str, build: Build) -> None:
+    """Serve until told to stop; stop loading at once when told so early."""
+    stack = AsyncExitStack()
+    entering = asyncio.ensure_future(stack.enter_async_context(serving(settings, service, build)))
+    await asyncio.wait({entering, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not entering.done():
+        entering.cancel()
+        await asyncio.gather(entering, return_exceptions=True)
+        return
+    async with stack:
+        server = entering.result()
+        await asyncio.wait({server.failure, told}, return_when=asyncio.FIRST_COMPLETED)
+    if server.failure.done():
+        raise CannotServe(server.failure.result())

@@ -1,0 +1,583 @@
+"""The `specdec` command as people use it: real processes, real signals, real exit codes."""
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec import errors
+from specdec.cli import app
+from specdec.serving.child import Child, LogLine, format_event, parse_line
+from specdec.serving.local import Options, coordinator_command, default_threads, environment_of, worker_commands
+from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings, load
+from specdec.v1 import generation_pb2 as pb
+from specdec.v1 import types_pb2
+from tests.support.architectures import VOCAB_SIZE, build
+from tests.support.cluster import save_tokenizer
+from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_at, sends, served
+
+COMMAND = (sys.executable, "-m", "specdec.cli")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int | None
+    out: str
+    err: str
+
+
+async def start(*arguments: str, **streams: Any) -> asyncio.subprocess.Process:
+    pipes = {"stdin": asyncio.subprocess.DEVNULL, "stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+    return await asyncio.create_subprocess_exec(*COMMAND, *arguments, **(pipes | streams))
+
+
+async def specdec(*arguments: str, text: bytes = b"") -> Outcome:
+    """Run the command to its end."""
+    process = await start(*arguments, stdin=asyncio.subprocess.PIPE)
+    out, err = await process.communicate(text)
+    return Outcome(process.returncode, out.decode(), err.decode())
+
+
+# ---- wrong usage: no process needed, nothing is started
+
+
+@pytest.fixture
+def dead_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcome:
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", **(environment or {})})
+    return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "--temprature", "1", "x"], "--temperature"),
+        (["genrate", "x"], "generate"),
+        (["generate"], "Missing argument"),
+        (["generate", "x", "--top-k", "many"], "--top-k"),
+        (["generate", "x", "--logit-bias", "3"], "'3' is not ID=BIAS"),
+        (["generate", "x", "--address", "localhost"], "give host:port"),
+        (["session", "resume", "x", "--digest", "xyz"], "'xyz' is no digest"),
+        (["up"], "--target"),
+        (["up", "--target", "x", "--port", "99999"], "--port"),
+        (["up", "--target", "x", "--dtype", "int8"], "bfloat16"),
+        (["up", "--target", "./no-such-folder"], "there is no folder ./no-such-folder"),
+        (["up", "--target", "/"], "holds no model (no config.json)"),
+        (["up", "--target", "org/name", "--draft", "a/b/c"], "--draft: there is no folder a/b/c"),
+        (["up", "--target", "org/name", "--port", "0", "--store", "redis://h:port"], "--store is no address: Port"),
+        (["generate", "x", "--seed", "-1"], "--seed"),
+    ],
+)
+def test_wrong_usage_is_named_with_the_remedy(arguments: list[str], sentence: str) -> None:
+    outcome = run(*arguments)
+    assert outcome.code == 2
+    assert sentence in outcome.err
+    assert outcome.out == ""
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    outcome = run("up", "--target", "org/name", environment={"SPECDEC_LOG_LEVL": "debug"})
+    assert outcome.code == 2
+    assert "SPECDEC_LOG_LEVL; the nearest is SPECDEC_LOG_LEVEL" in outcome.err
+
+
+@pytest.mark.parametrize("name", ["STORE", "PORT", "DEVICE", "METRICS_PORT", "NUM_THREADS", "MODEL"])
+def test_a_variable_that_a_flag_would_override_is_refused(name: str) -> None:
+    """A Redis in the environment that is not used would lose sessions silently."""
+    outcome = run("up", "--target", "org/name", "--port", "0", environment={f"SPECDEC_{name}": "1"})
+    assert outcome.code == 2
+    assert f"SPECDEC_{name} has no effect here" in outcome.err
+
+
+def test_a_port_in_use_is_said_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        outcome = run("up", "--target", "org/name", "--port", str(port))
+    assert outcome == Outcome(
+        1,
+        "",
+        f"specdec: cannot listen on 127.0.0.1:{port} (Address already in use); choose another with --host or --port\n",
+    )
+
+
+def test_a_redis_that_is_not_there_is_said_without_its_password(dead_port: int) -> None:
+    outcome = run("up", "--target", "org/name", "--port", "0", "--store", f"redis://:secret@127.0.0.1:{dead_port}/0")
+    sentence = f"specdec: no Redis answers on 127.0.0.1:{dead_port}; start one there, or leave --store embedded\n"
+    assert outcome == Outcome(1, "", sentence)
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "x"], ["model"], ["session", "show", "s"], ["session", "cancel", "s"]]
+)
+def test_a_dead_server_is_said_with_the_remedy(command: list[str], dead_port: int) -> None:
+    address = f"127.0.0.1:{dead_port}"
+    outcome = run(*command, environment={"SPECDEC_ADDRESS": address})
+    remedy = "start one with `specdec up --target DIR --draft DIR`"
+    assert outcome == Outcome(1, "", f"specdec: no specdec answers on {address}; {remedy}\n")
+
+
+def test_version() -> None:
+    assert run("version").out.startswith("specdec 0.")
+
+
+# ---- against a scripted service
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+async def address(service: Service) -> AsyncIterator[str]:
+    async with served(service) as port:
+        yield f"127.0.0.1:{port}"
+
+
+async def test_every_option_arrives(service: Service, address: str) -> None:
+    service.acts = [sends(*WHOLE)]
+    sampling = [
+        *("--temperature", "0.5", "--top-k", "7", "--top-p", "0.75", "--min-p", "0.25", "--seed", "11"),
+        *("--repetition-penalty", "1.5", "--presence-penalty", "2", "--frequency-penalty", "-1"),
+        *("--logit-bias", "42=-1.5", "--logit-bias", "7=2", "--stop", "END", "--stop", "\n\n", "--stop-token-id", "9"),
+        *("--max-new-tokens", "5", "--num-logprobs", "0", "--ignore-eos"),
+    ]
+    speculation = ["--num-draft-tokens", "0", "--drafter", "ngram"]
+    outcome = await specdec(
+        "generate", "hi", "--address", address, "--request-id", "r", "--chat", *sampling, *speculation
+    )
+    assert outcome.code == 0
+    assert service.asked == [
+        pb.GenerateRequest(
+            request_id="r",
+            chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")]),
+            sampling=types_pb2.SamplingParams(
+                temperature=0.5,
+                top_k=7,
+                top_p=0.75,
+                min_p=0.25,
+                repetition_penalty=1.5,
+                presence_penalty=2,
+                frequency_penalty=-1,
+                seed=11,
+                max_new_tokens=5,
+                num_logprobs=0,
+                logit_bias={42: -1.5, 7: 2},
+                stop=["END", "\n\n"],
+                stop_token_ids=[9],
+                ignore_eos=True,
+            ),
+            speculation=types_pb2.SpeculationParams(num_draft_tokens=0, drafter="ngram"),
+        )
+    ]
+
+
+async def test_a_pipe_gets_the_text_alone_and_standard_error_one_line(service: Service, address: str) -> None:
+    service.acts = [sends(*WHOLE)]
+    outcome = await specdec("generate", "-", "--address", address, text="größer".encode())
+    assert outcome.out == TEXT
+    assert outcome.err == (
+        "7 tokens in 2.00 s (3.5 tokens/s) · 4 rounds of 1.75 tokens · 50% of 6 draft tokens accepted · "
+        "draft 0.00 s, score 0.00 s, commit 0.00 s · ended by stop\n"
+    )
+    assert service.asked[0].text == "größer"
+
+
+async def test_input_that_is_no_text_is_refused(service: Service, address: str) -> None:
+    outcome = await specdec("generate", "-", "--address", address, text=b"ab\xff")
+    assert outcome == Outcome(2, "", "specdec: standard input is not UTF-8 (byte 2); convert it first\n")
+
+
+async def test_json_is_one_object_a_chunk(service: Service, address: str) -> None:
+    service.acts = [sends(*WHOLE)]
+    outcome = await specdec("generate", "x", "--address", address, "--json")
+    chunks = [json.loads(line) for line in outcome.out.splitlines()]
+    assert "".join(chunk["text"] for chunk in chunks) == TEXT
+    assert chunks[0] == {
+        "session_id": SESSION,
+        "offset": 0,
+        "tokens": [1, 2],
+        "text": "Once upon",
+        "origins": ["accepted", "bonus"],
+        "digest": digest_at(2).hex(),
+        "text_ends": [4, 9],
+    }
+    assert chunks[-1]["finish"]["reason"] == "stop"
+    assert chunks[-1]["finish"]["statistics"]["num_rounds"] == 4
+    assert outcome.err == ""
+
+
+async def test_a_terminal_shows_each_tokens_origin_in_colour(service: Service, address: str) -> None:
+    service.acts = [sends(*WHOLE)]
+    master, slave = pty.openpty()
+    process = await start("generate", "x", "--address", address, stdout=slave)
+    os.close(slave)
+    shown = await asyncio.to_thread(read_terminal, master)
+    assert await process.wait() == 0
+    green, cyan, reset = "\x1b[32m", "\x1b[36m", "\x1b[0m"
+    assert shown.startswith(f"{green}Once{reset}{cyan} upon{reset}{cyan} a{reset}{green} time{reset}")
+
+
+def read_terminal(master: int) -> str:
+    shown = b""
+    with suppress(OSError):  # how Linux says that the other side is closed
+        while data := os.read(master, 1 << 16):
+            shown += data
+    os.close(master)
+    return shown.decode()
+
+
+async def test_a_servers_errors_become_one_sentence(service: Service, address: str) -> None:
+    service.acts = [
+        sends(then=errors.InvalidArgument({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"})),
+        sends(then=errors.NotFound("there is no such session")),
+    ]
+    wrong = await specdec("generate", "x", "--address", address, "--top-p", "7")
+    assert wrong == Outcome(2, "", "specdec: sampling.top_p is 7; give a number in (0, 1], or leave it unset\n")
+    gone = await specdec("session", "show", "s-9", "--address", address)
+    assert gone == Outcome(1, "", "specdec: there is no such session\n")
+
+
+async def test_sessions_are_shown_cancelled_and_resumed(service: Service, address: str) -> None:
+    shown = pb.GetSessionResponse(
+        session_id=SESSION,
+        status=pb.SESSION_STATUS_ACTIVE,
+        epoch=2,
+        num_prompt_tokens=3,
+        tokens=[1, 2],
+        text="Once upon",
+        digest=digest_at(2),
+        sampling=types_pb2.SamplingParams(seed=5, logit_bias={1: 2.0}),
+    )
+    cancelled = pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED)
+    service.acts = [
+        lambda request, send, context: send(shown),
+        lambda request, send, context: send(shown),
+        lambda request, send, context: send(cancelled),
+        sends(*WHOLE[1:]),
+        sends(*WHOLE),
+    ]
+    people = await specdec("session", "show", SESSION, "--address", address)
+    assert "active, epoch 2" in people.out
+    assert "'Once upon'" in people.out
+    machines = json.loads((await specdec("session", "show", SESSION, "--address", address, "--json")).out)
+    assert (machines["status"], machines["sampling"]["seed"], machines["tokens"]) == ("active", 5, [1, 2])
+    assert (await specdec("session", "cancel", SESSION, "--address", address)).out == "cancelled\n"
+    digest = digest_at(2).hex()
+    resumed = await specdec("session", "resume", SESSION, "--address", address, "--offset", "2", "--digest", digest)
+    assert resumed.out == " a time there was."
+    assert (await specdec("session", "resume", SESSION, "--address", address)).out == "Once upon a time there was."
+
+
+@dataclass
+class Endless:
+    """A stream that sends its next chunk when told to, and notes that it was cancelled."""
+
+    go_on: asyncio.Event
+    cancelled: asyncio.Event
+
+    async def __call__(self, request: Any, send: Send, context: Any) -> None:
+        context.add_done_callback(lambda _: self.cancelled.set())
+        await send(**WHOLE[0])
+        await self.go_on.wait()
+        for chunk in WHOLE[1:3]:
+            await send(**chunk)
+        await asyncio.Event().wait()
+
+
+async def test_ctrl_c_cancels_and_says_how_to_go_on(service: Service, address: str) -> None:
+    endless = Endless(asyncio.Event(), asyncio.Event())
+    service.acts = [endless]
+    process = await start("generate", "x", "--address", address)
+    assert process.stdout
+    assert await process.stdout.readexactly(len("Once upon")) == b"Once upon"
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert (process.returncode, err.decode()) == (
+        130,
+        f"specdec: `specdec session resume {SESSION}` prints it again and goes on\n",
+    )
+    await endless.cancelled.wait()
+
+
+async def test_a_reader_that_leaves_is_not_an_error_to_shout_about(service: Service, address: str) -> None:
+    endless = Endless(asyncio.Event(), asyncio.Event())
+    service.acts = [endless]
+    reader, writer = os.pipe()
+    process = await start("generate", "x", "--address", address, stdout=writer)
+    os.close(writer)
+    assert await asyncio.to_thread(os.read, reader, 4) == b"Once"
+    os.close(reader)
+    endless.go_on.set()
+    _, err = await process.communicate()
+    assert (process.returncode, err) == (1, b"")
+    await endless.cancelled.wait()
+
+
+async def test_an_output_that_is_full_is_said(service: Service, address: str) -> None:
+    service.acts = [sends(*WHOLE)]
+    full = os.open("/dev/full", os.O_WRONLY)
+    process = await start("generate", "x", "--address", address, stdout=full)
+    os.close(full)
+    _, err = await process.communicate()
+    assert (process.returncode, err.decode()) == (1, "specdec: cannot go on: [Errno 28] No space left on device\n")
+
+
+# ---- what `up` starts, without starting it
+
+
+@pytest.mark.parametrize(("num_cores", "threads"), [(1, (1, 1)), (2, (1, 1)), (4, (2, 1)), (8, (4, 2)), (64, (32, 4))])
+def test_threads_leave_room_for_each_other(num_cores: int, threads: tuple[int, int]) -> None:
+    assert default_threads(num_cores) == threads
+
+
+def test_the_services_understand_what_they_are_started_with() -> None:
+    options = Options("models/target", "models/draft", port=7, num_drafts=2, metrics_ports=9000, drain_s=1.5)
+    target, *drafts = worker_commands(options, num_cores=8)
+    coordinator = coordinator_command(options, [1], [2, 3])
+    settings: Any = load(TargetSettings, "target", target.flags)
+    assert (settings.model, settings.port, settings.num_threads, settings.drain_s) == ("models/target", 0, 4, 1.5)
+    for number, draft in enumerate(drafts):
+        settings = load(DraftSettings, "draft", draft.flags)
+        assert (settings.drafters, settings.model, settings.num_threads) == ("model,ngram", "models/draft", 2)
+        assert settings.metrics_port == 9002 + number
+    settings = load(CoordinatorSettings, "coordinator", coordinator.flags)
+    assert (settings.target, settings.draft) == ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2,127.0.0.1:3")
+    assert (settings.tokenizer, settings.port, settings.metrics_port) == ("models/target", 7, 9000)
+
+
+def test_drafting_can_do_without_a_model_or_be_left_out() -> None:
+    options = Options("t", "ngram")
+    [_, draft] = worker_commands(options, num_cores=2)
+    settings: Any = load(DraftSettings, "draft", draft.flags)
+    assert (settings.drafters, settings.model, settings.metrics_port) == ("ngram", None, None)
+    assert len(worker_commands(replace(options, draft="none"), num_cores=2)) == 1
+    plain: Any = load(CoordinatorSettings, "coordinator", coordinator_command(options, [1], []).flags)
+    assert not plain.draft
+
+
+def test_each_service_gets_the_variables_that_it_knows() -> None:
+    [target, draft] = worker_commands(Options("t", "d", target_threads=3), num_cores=2)
+    mine = {"PATH": "/bin", "SPECDEC_ADDRESS": "x", "SPECDEC_LOG_LEVEL": "debug", "SPECDEC_SUPPORT_MAX": "5"}
+    seen = environment_of(target, mine)
+    assert {name for name in seen if name.startswith("SPECDEC_")} == {"SPECDEC_LOG_LEVEL"}
+    assert (seen["OMP_NUM_THREADS"], seen["OMP_WAIT_POLICY"], seen["PATH"]) == ("3", "passive", "/bin")
+    assert environment_of(draft, {**mine, "OMP_NUM_THREADS": "9"})["OMP_NUM_THREADS"] == "9"
+    assert environment_of(draft, mine)["SPECDEC_SUPPORT_MAX"] == "5"
+
+
+# ---- one child
+
+
+def test_log_lines_are_events_or_text() -> None:
+    event = parse_line(
+        '{"service": "draft", "event": "ready", "port": 5, "timestamp": "t", "level": "info", "x": null}'
+    )
+    assert format_event(event) == "ready port=5"
+    assert parse_line("Killed") == {"text": "Killed"}
+    assert parse_line('"event"') == {"text": '"event"'}
+
+
+STUBBORN = """
+import json, signal, sys, threading
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("I1120 11:50:35.967660   10634 chttp2_transport.cc:1403] chatter", file=sys.stderr)
+print(json.dumps({"event": "listening", "port": 5, "level": "info"}), flush=True)
+threading.Event().wait()
+"""
+FAILING = """
+import json, sys
+print(json.dumps({"event": "load_failed", "level": "error", "model": "m"}))
+print("I1120 11:50:35.967660   10634 chttp2_transport.cc:1403] chatter", flush=True)
+sys.exit(3)
+"""
+
+
+async def child_of(source: str, folder: Path, lines: list[LogLine]) -> Child:
+    (folder / "toy_service.py").write_text(source)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    return await Child.start("toy", "toy_service", [], environment, lambda _, line: lines.append(line))
+
+
+async def test_a_child_that_will_not_end_is_killed(tmp_path: Path) -> None:
+    lines: list[LogLine] = []
+    child = await child_of(STUBBORN, tmp_path, lines)
+    assert await child.port == 5
+    await child.stop(patience_s=0.1)
+    assert child.describe_end() == "the toy was killed by SIGKILL"
+
+
+async def test_a_child_that_ends_has_last_words(tmp_path: Path) -> None:
+    lines: list[LogLine] = []
+    child = await child_of(FAILING, tmp_path, lines)
+    assert await child.ended == 3
+    assert child.describe_end() == "the toy ended with exit code 3: load_failed model=m"
+    assert len(lines) == 2
+
+
+# ---- the real thing
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    target = save_tokenizer(build("llama", folder / "target"), VOCAB_SIZE)
+    draft = save_tokenizer(build("llama", folder / "draft", seed=1), VOCAB_SIZE)
+    return str(target), str(draft)
+
+
+class Up:
+    """A running `specdec up`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.errors: list[str] = []
+        self._news = asyncio.Condition()
+        self._reading = asyncio.create_task(self._read_errors())
+
+    async def ready(self) -> str:
+        """Return the address that it announces."""
+        assert self.process.stdout
+        line = (await self.process.stdout.readline()).decode()
+        assert line.startswith("specdec ready on "), "".join(self.errors)
+        return line.removeprefix("specdec ready on ").strip()
+
+    async def said(self, word: str) -> None:
+        """Return once a service logged this."""
+        async with self._news:
+            await self._news.wait_for(lambda: any(word in line for line in self.errors))
+
+    async def ended(self) -> int:
+        await self._reading
+        return await self.process.wait()
+
+    @property
+    def children(self) -> dict[str, int]:
+        """Return the services' process ids by module: python -m specdec.serving.child PARENT MODULE FLAGS..."""
+        numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        mine = [number for number in numbers if parent_of(number) == self.process.pid]
+        return {Path(f"/proc/{number}/cmdline").read_text().split("\0")[4]: number for number in mine}
+
+    async def _read_errors(self) -> None:
+        assert self.process.stderr
+        async for line in self.process.stderr:
+            async with self._news:
+                self.errors.append(line.decode())
+                self._news.notify_all()
+
+
+@asynccontextmanager
+async def up(*arguments: str) -> AsyncIterator[Up]:
+    running = Up(await start("up", "--port", "0", *arguments))
+    try:
+        yield running
+    finally:
+        if running.process.returncode is None:
+            running.process.kill()
+        await running.ended()
+
+
+def status_of(number: int) -> list[str]:
+    """Return the kernel's words on a process, from its state on; none where it is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def parent_of(number: int) -> int | None:
+    status = status_of(number)
+    return int(status[1]) if status else None
+
+
+def is_alive(number: int) -> bool:
+    """Say whether a process runs; one that ended and that nobody asked about yet does not."""
+    return status_of(number)[:1] not in ([], ["Z"])
+
+
+async def all_gone(numbers: Sequence[int]) -> None:
+    """Return once none of the processes is left; the test's own timeout is the bound."""
+    while any(map(is_alive, numbers)):  # noqa: ASYNC110  # the kernel tells only parents
+        await asyncio.sleep(0.01)
+
+
+async def test_up_serves_and_ctrl_c_ends_it(models: tuple[str, str]) -> None:
+    target, draft = models
+    async with up("--target", target, "--draft", draft, "--dtype", "float32") as running:
+        address = await running.ready()
+        children = running.children
+        assert set(children) == {"target_service", "draft_service", "coordinator"}
+        greedy = ["generate", "t5 t6 t7", "--address", address, "--temperature", "0", "--max-new-tokens", "24"]
+        texts = [
+            await specdec(*greedy, *options)
+            for options in (["--num-draft-tokens", "0"], ["--num-draft-tokens", "4"], ["--drafter", "ngram"])
+        ]
+        assert [text.code for text in texts] == [0, 0, 0], texts
+        assert texts[0].out
+        assert texts[0].out == texts[1].out == texts[2].out
+        assert "drafters  model, ngram" in (await specdec("model", "--address", address)).out
+        running.process.send_signal(signal.SIGINT)
+        assert await running.ended() == 0
+        await all_gone([*children.values()])
+
+
+async def test_a_second_signal_does_not_wait_for_a_stream_that_hangs(models: tuple[str, str]) -> None:
+    async with up("--target", models[0], "--draft", "none", "--drain-s", "3600") as running:
+        address = await running.ready()
+        children = running.children
+        assert set(children) == {"target_service", "coordinator"}
+        os.kill(children["target_service"], signal.SIGSTOP)
+        streaming = await start("generate", "t5", "--address", address)
+        running.process.send_signal(signal.SIGTERM)
+        await running.said("draining")
+        assert is_alive(children["target_service"])
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == 0
+        await all_gone([*children.values()])
+        streaming.kill()
+        await streaming.communicate()
+
+
+async def test_no_child_survives_a_killed_parent(models: tuple[str, str]) -> None:
+    async with up("--target", models[0]) as running:
+        await running.ready()
+        children = running.children
+        assert len(children) == 3
+        running.process.kill()
+        await all_gone([*children.values()])
+
+
+async def test_one_dead_child_takes_the_rest_down(models: tuple[str, str]) -> None:
+    async with up("--target", models[0], "--draft", "ngram") as running:
+        await running.ready()
+        children = running.children
+        os.kill(children["draft_service"], signal.SIGKILL)
+        assert await running.ended() == 1
+        assert running.errors[-1] == "specdec: the draft worker was killed by SIGKILL\n"
+        await all_gone([*children.values()])
+
+
+async def test_a_model_that_cannot_be_served_is_said_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    async with up("--target", str(tmp_path)) as running:
+        assert await running.ended() == 1
+        assert running.errors[-1].startswith("specdec: the target worker ended with exit code 1: ")
+        assert "Traceback" not in "".join(running.errors)

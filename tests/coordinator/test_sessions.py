@@ -1,0 +1,626 @@
+"""The session store: embedded and real Redis, lost replies, zombies, a store that goes back in time, mutants."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakeredis import FakeAsyncRedis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from redis.exceptions import AuthenticationError, ResponseError
+
+from coordinator.generation import OutputToken, Round, chain
+from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
+from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, SpecdecError, Unavailable
+from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
+from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
+
+TTL_S = 1000.0
+SESSION = "a-session"
+PROMPT = (7, 8, 2**32 - 1)
+LOGPROBS = TokenLogprobs(-0.5, ((3, -0.25), (4, -2.0)))
+
+
+async def create(store: SessionStore, session_id: str = SESSION, fingerprint: bytes = b"one") -> None:
+    await store.create(session_id, fingerprint, b"request", PROMPT, chain(b"", PROMPT))
+
+
+def round_after(
+    before: tuple[int, ...],
+    tokens: tuple[int, ...],
+    finish: FinishReason | None = None,
+    logprobs: TokenLogprobs | None = None,
+) -> Round:
+    """The round that commits `tokens` behind `before`, prompt included."""
+    origins = [TokenOrigin.ACCEPTED] * (len(tokens) - 1) + [TokenOrigin.BONUS]
+    emitted = tuple(OutputToken(token, origin, logprobs) for token, origin in zip(tokens, origins, strict=True))
+    digest = chain(b"", before)
+    statistics = Statistics(num_rounds=1, num_tokens=len(tokens), draft_s=0.5)
+    return Round(len(before), digest, emitted, chain(digest, tokens), finish, statistics)
+
+
+async def commit(store: SessionStore, epoch: int, played: Round) -> None:
+    await store.commit(SESSION, epoch, played, played.statistics)
+
+
+def tokens_of(played: Round) -> tuple[int, ...]:
+    return tuple(entry.token for entry in played.emitted)
+
+
+@asynccontextmanager
+async def opened(url: str, ttl_s: float = TTL_S) -> AsyncIterator[SessionStore]:
+    store = open_store(url, ttl_s)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture(params=["embedded", "redis"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[SessionStore]:
+    """An empty store of each kind."""
+    url = "embedded" if request.param == "embedded" else request.getfixturevalue("redis_url")
+    async with opened(url) as store:
+        yield store
+
+
+@pytest.fixture
+async def proxy(redis_server: RedisServer, redis_url: str) -> AsyncIterator[Proxy]:
+    async with running_proxy(redis_server) as proxy:
+        yield proxy
+
+
+# ---- what the store promises, on both kinds
+
+
+async def test_a_session_comes_back_as_it_was_committed(store: SessionStore) -> None:
+    await create(store)
+    session = await store.claim(SESSION)
+    first = round_after(PROMPT, (1, 2, 0), logprobs=LOGPROBS)
+    last = round_after((*PROMPT, 1, 2, 0), (5,), FinishReason.EOS, TokenLogprobs(-1.5, ()))
+    await commit(store, session.epoch, first)
+    await commit(store, session.epoch, last)
+    read = await store.read(SESSION)
+    assert (read.prompt, read.emitted) == (PROMPT, first.emitted + last.emitted)
+    assert (read.status, read.finish, read.digest) == (Status.FINISHED, FinishReason.EOS, last.digest)
+    assert (read.request, read.statistics, read.epoch) == (b"request", last.statistics, 1)
+
+
+async def test_creating_again_changes_nothing(store: SessionStore) -> None:
+    await create(store)
+    await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,)))
+    await create(store)
+    read = await store.read(SESSION)
+    assert (read.epoch, len(read.emitted)) == (1, 1)
+
+
+async def test_a_key_with_other_parameters_is_refused(store: SessionStore) -> None:
+    await create(store)
+    with pytest.raises(AlreadyExists, match="new request_id"):
+        await create(store, fingerprint=b"other")
+
+
+async def test_each_claim_raises_the_epoch_and_reading_does_not(store: SessionStore) -> None:
+    await create(store)
+    assert [(await store.claim(SESSION)).epoch for _ in range(3)] == [1, 2, 3]
+    assert (await store.read(SESSION)).epoch == 3
+
+
+async def test_a_finished_session_keeps_its_epoch(store: SessionStore) -> None:
+    await create(store)
+    await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.LENGTH))
+    assert (await store.claim(SESSION)).epoch == 1
+
+
+async def test_unknown_sessions_are_not_found(store: SessionStore) -> None:
+    for call in (store.claim, store.read, store.cancel):
+        with pytest.raises(NotFound, match="begin a new one"):
+            await call("no-such-session")
+
+
+async def test_cancelling_ends_a_session_at_its_next_commit(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    assert await store.cancel(SESSION) is Status.CANCELLED
+    assert await store.cancel(SESSION) is Status.CANCELLED
+    with pytest.raises(SessionCancelled):
+        await commit(store, epoch, round_after(PROMPT, (1,)))
+    read = await store.claim(SESSION)
+    assert (read.status, read.finish, read.emitted, read.epoch) == (
+        Status.CANCELLED, FinishReason.CANCELLED, (), epoch
+    )  # fmt: skip
+
+
+async def test_a_finished_session_cannot_be_cancelled(store: SessionStore) -> None:
+    await create(store)
+    await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.STOP))
+    assert await store.cancel(SESSION) is Status.FINISHED
+    assert (await store.read(SESSION)).finish is FinishReason.STOP
+
+
+async def test_nothing_follows_a_finish(store: SessionStore) -> None:
+    await create(store)
+    await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.STOP))
+    with pytest.raises(DataLoss):
+        await commit(store, 1, round_after((*PROMPT, 1), (2,)))
+
+
+async def test_the_embedded_store_is_one_process_own() -> None:
+    async with opened("embedded") as one, opened("embedded") as other:
+        await create(one)
+        with pytest.raises(NotFound):
+            await other.read(SESSION)
+
+
+# ---- checks that mutants of the scripts must fail
+
+
+async def check_zombies_are_fenced(store: SessionStore) -> None:
+    await create(store)
+    zombie = await store.claim(SESSION)
+    owner = await store.claim(SESSION)
+    with pytest.raises(Fenced) as fenced:
+        await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
+    assert fenced.value.metadata == {"epoch": str(owner.epoch)}
+    assert (await store.read(SESSION)).emitted == ()
+
+
+async def check_zombies_are_fenced_even_where_they_repeat(store: SessionStore) -> None:
+    await create(store)
+    zombie = await store.claim(SESSION)
+    await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
+    await store.claim(SESSION)
+    with pytest.raises(Fenced):
+        await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
+
+
+async def check_a_repeated_commit_adds_nothing(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    played = round_after(PROMPT, (1, 2), logprobs=LOGPROBS)
+    await commit(store, epoch, played)
+    await commit(store, epoch, played)
+    assert (await store.read(SESSION)).emitted == played.emitted
+
+
+async def check_a_repeated_last_commit_adds_nothing(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    played = round_after(PROMPT, (1,), FinishReason.EOS)
+    await commit(store, epoch, played)
+    await commit(store, epoch, played)
+    assert (await store.read(SESSION)).status is Status.FINISHED
+
+
+async def check_a_commit_repeated_after_a_cancellation_is_recognised(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    played = round_after(PROMPT, (1, 2))
+    await commit(store, epoch, played)
+    await store.cancel(SESSION)
+    await commit(store, epoch, played)
+    with pytest.raises(SessionCancelled):
+        await commit(store, epoch, round_after((*PROMPT, 1, 2), (3,)))
+
+
+async def check_another_length_is_data_loss(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    for before in (PROMPT[:-1], (*PROMPT, 1)):
+        with pytest.raises(DataLoss, match="new session"):
+            await commit(store, epoch, round_after(before, (9, 9)))
+    assert (await store.read(SESSION)).emitted == ()
+
+
+async def check_another_length_with_the_right_digest_is_data_loss(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    for base_length in (len(PROMPT) - 1, len(PROMPT) + 1):
+        with pytest.raises(DataLoss):
+            await commit(store, epoch, replace(round_after(PROMPT, (1,)), base_length=base_length))
+
+
+async def check_another_digest_is_data_loss(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    with pytest.raises(DataLoss, match="new session"):
+        await commit(store, epoch, round_after((1, 1, 1), (1,)))
+    assert (await store.read(SESSION)).emitted == ()
+
+
+async def check_other_tokens_of_the_same_length_are_data_loss(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1, 2)))
+    with pytest.raises(DataLoss):
+        await commit(store, epoch, round_after(PROMPT, (1, 3)))
+
+
+async def check_a_claim_raises_the_epoch(store: SessionStore) -> None:
+    await create(store)
+    assert (await store.claim(SESSION)).epoch < (await store.claim(SESSION)).epoch
+
+
+async def check_all_keys_live_as_long(store: SessionStore) -> None:
+    """Every commit gives all four keys the whole time to live again."""
+    await create(store)
+    client = store._client
+    assert all([await client.pttl(key) > 0 for key in keys(SESSION)[:2]])
+    epoch = (await store.claim(SESSION)).epoch
+    before = PROMPT
+    for token in (1, 2):
+        for key in keys(SESSION):
+            await client.pexpire(key, 60_000)
+        await commit(store, epoch, round_after(before, (token,), logprobs=LOGPROBS))
+        before = (*before, token)
+        left_s = [await client.pttl(key) / 1000 for key in keys(SESSION)]
+        assert all(TTL_S - 500 < left <= TTL_S for left in left_s)
+
+
+async def check_remains_of_an_expired_session_are_swept(store: SessionStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1, 2), logprobs=LOGPROBS))
+    await store._client.delete(keys(SESSION)[0])
+    await create(store)
+    assert (await store.read(SESSION)).emitted == ()
+
+
+async def check_tokens_that_vanished_are_data_loss(store: SessionStore) -> None:
+    """What Redis evicts key by key."""
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1,)))
+    await store._client.delete(keys(SESSION)[1])
+    with pytest.raises(DataLoss):
+        await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
+
+
+CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_checks(store: SessionStore, check: Callable[[SessionStore], Awaitable[None]]) -> None:
+    await check(store)
+
+
+EPOCH = "if meta[1] ~= ARGV[1] then"
+REPLAY = "if tonumber(meta[2]) == length and meta[3] == ARGV[4] then"
+CONFLICT = "meta[4] ~= 'active' or meta[2] ~= ARGV[2] or meta[3] ~= ARGV[3]"
+CANCELLED = "if meta[4] == 'cancelled' then\n  return {'cancelled'}\nend\n"
+EXPIRE = "for _, key in ipairs(KEYS) do"
+MUTANTS = {
+    "no epoch check": ("commit", EPOCH, "if false then"),
+    "lower epochs are let in": ("commit", EPOCH, "if tonumber(meta[1]) < tonumber(ARGV[1]) then"),
+    "no recognition of replays": ("commit", REPLAY, "if false then"),
+    "replays recognised by length alone": ("commit", REPLAY, "if tonumber(meta[2]) == length then"),
+    "replays recognised before the epoch": (
+        "commit",
+        EPOCH,
+        f"local length = tonumber(ARGV[2]) + #ARGV[5] / 4\n{REPLAY}\n  return {{'committed'}}\nend\n{EPOCH}",
+    ),
+    "cancelled before replays": ("commit", EPOCH, CANCELLED + EPOCH),
+    "no comparison of lengths": ("commit", CONFLICT, "meta[4] ~= 'active' or meta[3] ~= ARGV[3]"),
+    "no comparison of digests": ("commit", CONFLICT, "meta[4] ~= 'active' or meta[2] ~= ARGV[2]"),
+    "no comparison at all": ("commit", CONFLICT, "meta[4] ~= 'active'"),
+    "tokens need not be there": ("commit", "redis.call('STRLEN', KEYS[2]) ~= 4 * tonumber(meta[2])", "false"),
+    "meta is not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[2], KEYS[3], KEYS[4]}) do"),
+    "tokens are not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[1], KEYS[3], KEYS[4]}) do"),
+    "origins are not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[1], KEYS[2], KEYS[4]}) do"),
+    "logprobs are not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3]}) do"),
+    "a new session's meta never expires": ("create", "redis.call('PEXPIRE', KEYS[1], ARGV[2])\n", ""),
+    "a new session's tokens never expire": ("create", "redis.call('PEXPIRE', KEYS[2], ARGV[2])\n", ""),
+    "remains are kept": ("create", "redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])\n", ""),
+    "claims raise nothing": ("claim", "ARGV[1] == '1'", "false"),
+}
+
+
+async def fails(check: Callable[[SessionStore], Awaitable[None]], script: str, old: str, new: str) -> bool:
+    """Say whether a check rejects a store whose script is changed."""
+    async with opened("embedded") as store:
+        original = getattr(store, f"_{script}").script
+        text = original.decode() if isinstance(original, bytes) else original
+        assert text.count(old) == 1, f"{script}.lua has changed; change the mutant with it"
+        setattr(store, f"_{script}", store._client.register_script(text.replace(old, new)))
+        try:
+            await check(store)
+        except (AssertionError, SpecdecError, SessionCancelled, pytest.fail.Exception):
+            return True
+        return False
+
+
+# without this, a check that checks nothing would go unnoticed
+@pytest.mark.parametrize("name", MUTANTS)
+async def test_each_mutant_of_the_scripts_is_rejected(name: str) -> None:
+    assert any([await fails(check, *MUTANTS[name]) for check in CHECKS])
+
+
+# ---- faults, on a real Redis
+
+
+async def test_a_commit_whose_reply_is_lost_is_made_once(proxy: Proxy) -> None:
+    """redis-py repeats it; the script recognises it."""
+    async with opened(proxy.url) as store:
+        await create(store)
+        epoch = (await store.claim(SESSION)).epoch
+        before: tuple[int, ...] = PROMPT
+        for number in range(5):
+            played = round_after(before, (number, number + 1), logprobs=LOGPROBS)
+            if number:  # the first one loads the script
+                proxy.lose_reply()
+            await commit(store, epoch, played)
+            before = (*before, *tokens_of(played))
+        assert proxy.num_lost == 4
+        assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == before[len(PROMPT) :]
+
+
+async def test_a_creation_and_a_claim_whose_replies_are_lost_hold(proxy: Proxy) -> None:
+    async with opened(proxy.url) as store:
+        await create(store, "loads-the-script")
+        first = await store.claim("loads-the-script")
+        proxy.lose_reply()
+        await create(store)
+        proxy.lose_reply()
+        claimed = await store.claim(SESSION)
+        assert proxy.num_lost == 2
+        assert claimed.epoch >= first.epoch
+        await commit(store, claimed.epoch, round_after(PROMPT, (1,)))
+
+
+async def test_an_unguarded_append_would_be_doubled(proxy: Proxy) -> None:
+    """The control: the proxy and redis-py do repeat a command that was carried out."""
+    async with opened(proxy.url) as store:
+        await store._client.incr("counter")
+        proxy.lose_reply()
+        assert await store._client.incr("counter") == 3
+
+
+async def test_connections_that_are_cut_are_made_again(proxy: Proxy) -> None:
+    async with opened(proxy.url) as store:
+        await create(store)
+        proxy.cut()
+        assert (await store.claim(SESSION)).epoch == 1
+
+
+async def test_a_call_given_up_leaves_no_reply_for_the_next(proxy: Proxy) -> None:
+    """A connection whose reply is still to come must not answer another command with it."""
+    async with opened(proxy.url) as store:
+        await create(store)
+        epoch = (await store.claim(SESSION)).epoch
+        await commit(store, epoch, round_after(PROMPT, (1,)))
+        proxy.hold()
+        committing = asyncio.create_task(commit(store, epoch, round_after((*PROMPT, 1), (2,))))
+        await proxy.held.wait()
+        committing.cancel()
+        await asyncio.gather(committing, return_exceptions=True)
+        proxy.release()
+        assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == (1, 2)
+        assert await store.cancel(SESSION) is Status.CANCELLED
+
+
+async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> None:
+    with running_redis(append_only=True) as server:
+        async with opened(server.url) as store:
+            await create(store)
+            epoch = (await store.claim(SESSION)).epoch
+            await commit(store, epoch, round_after(PROMPT, (1,)))
+            server.kill()
+            with pytest.raises(Unavailable, match="try again"):
+                await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
+            server.start()
+            await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
+            assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == (1, 2)
+
+
+async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> None:
+    with running_redis(append_only=False) as server:
+        async with opened(server.url) as store:
+            await create(store)
+            epoch = (await store.claim(SESSION)).epoch
+            server.stop()
+            server.start()
+            with pytest.raises(DataLoss):
+                await commit(store, epoch, round_after(PROMPT, (1,)))
+            with pytest.raises(NotFound):
+                await store.read(SESSION)
+
+
+async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisServer, redis_url: str) -> None:
+    async with opened(redis_url) as store:
+        await create(store)
+        epoch = (await store.claim(SESSION)).epoch
+        await commit(store, epoch, round_after(PROMPT, (1,)))
+        with redis_server.client() as client:
+            backup = {key: client.dump(key) for key in keys(SESSION)[:3]}
+            await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
+            for key, data in backup.items():
+                client.restore(key, 0, data, replace=True)
+        with pytest.raises(DataLoss):
+            await commit(store, epoch, round_after((*PROMPT, 1, 2), (3,)))
+
+
+@pytest.mark.parametrize("part", [1, 2, 3], ids=["tokens", "origins", "logprobs"])
+async def test_half_a_session_is_not_read(store: SessionStore, part: int) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1, 2), logprobs=LOGPROBS))
+    await store._client.set(
+        keys(SESSION)[part], (await store._client.get(keys(SESSION)[part]))[: 4 if part < 3 else 21]
+    )
+    if part == 2:
+        await store._client.set(keys(SESSION)[part], b"\x01")
+    with pytest.raises(DataLoss):
+        await store.read(SESSION)
+
+
+async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> None:
+    async with opened(redis_url) as store:
+        await create(store)
+        with redis_server.client() as client:
+            client.pexpireat(keys(SESSION)[0], 1)
+        with pytest.raises(NotFound, match="expired"):
+            await store.claim(SESSION)
+
+
+@pytest.mark.parametrize("error", [ResponseError("DB index is out of range"), AuthenticationError("wrong password")])
+async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None:
+    class Refusing(FakeAsyncRedis):
+        async def ping(self, **_: Any) -> Any:
+            raise error
+
+    with pytest.raises(Unavailable, match=f"the session store refuses .{error}.; see to its address, password"):
+        await SessionStore(Refusing(), ttl_s=60).ping()
+
+
+async def test_a_url_that_redis_does_not_know_is_refused() -> None:
+    with pytest.raises(ValueError, match="scheme"):
+        open_store("http://127.0.0.1", TTL_S)
+
+
+# ---- any order of calls, against a model
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One session, several owners that may wake at any time, a cancelling stranger, expiry and replays."""
+
+    server: RedisServer
+
+    @initialize()
+    def begin(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.store = open_store(self.server.url, TTL_S)
+        self.commits: list[tuple[int, Round]] = []  # accepted: epoch and round
+        self.epochs: list[int] = []  # given out
+        self.run(self.store._client.flushall())
+        self.born()
+
+    def born(self) -> None:
+        self.run(create(self.store))
+        self.log, self.epoch, self.status = PROMPT, 0, Status.ACTIVE
+        self.commits.clear()
+        self.epochs.clear()
+        self.exists = True
+
+    def run(self, call: Awaitable[Any]) -> Any:
+        return self.loop.run_until_complete(call)
+
+    def outcome(self, epoch: int, played: Round) -> str:
+        try:
+            self.run(commit(self.store, epoch, played))
+        except (SpecdecError, SessionCancelled) as error:
+            return type(error).__name__
+        return "committed"
+
+    def expected(self, epoch: int, played: Round) -> str:
+        """What the model says of a commit."""
+        if not self.exists:
+            return "DataLoss"
+        if epoch != self.epoch:
+            return "Fenced"
+        if self.commits and self.commits[-1] == (epoch, played):
+            return "committed"
+        if self.status is Status.CANCELLED:
+            return "SessionCancelled"
+        fits = self.status is Status.ACTIVE and played.base_digest == chain(b"", self.log)
+        return "committed" if fits else "DataLoss"
+
+    def try_commit(self, epoch: int, played: Round) -> None:
+        outcome = self.outcome(epoch, played)
+        assert outcome == self.expected(epoch, played)
+        if outcome == "committed" and (epoch, played) not in self.commits:
+            self.commits.append((epoch, played))
+            self.log += tokens_of(played)
+            self.status = Status.FINISHED if played.finish else self.status
+
+    @rule()
+    def claim(self) -> None:
+        if not self.exists:
+            with pytest.raises(NotFound):
+                self.run(self.store.claim(SESSION))
+            return
+        session = self.run(self.store.claim(SESSION))
+        self.epoch += self.status is Status.ACTIVE
+        assert session.epoch == self.epoch
+        assert self.status is not Status.ACTIVE or session.epoch > max(self.epochs, default=0)
+        self.epochs.append(session.epoch)
+
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 3), min_size=1, max_size=3), finish=st.sampled_from([*[None] * 5, FinishReason.EOS]))  # fmt: skip  # noqa: E501
+    def commit(self, data: st.DataObject, tokens: list[int], finish: FinishReason | None) -> None:
+        """From any epoch that was ever given out."""
+        self.try_commit(data.draw(st.sampled_from(self.epochs)), round_after(self.log, tuple(tokens), finish))
+
+    @precondition(lambda self: self.epochs)
+    @rule(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    def commit_as_owner(self, tokens: list[int]) -> None:
+        self.try_commit(self.epochs[-1], round_after(self.log, tuple(tokens)))
+
+    @precondition(lambda self: self.commits)
+    @rule()
+    def replay(self) -> None:
+        self.try_commit(*self.commits[-1])
+
+    @precondition(lambda self: self.epochs)
+    @rule(cut=st.integers(1, 4), token=st.integers(0, 3))
+    def commit_from_the_past(self, cut: int, token: int) -> None:
+        """An owner that believes in an older, or in another, log of the same length."""
+        past = self.log[:-cut] or (1,)
+        self.try_commit(self.epochs[-1], round_after(past, (token,)))
+        self.try_commit(self.epochs[-1], round_after((*self.log[:-1], self.log[-1] ^ 1), (token,)))
+
+    @rule()
+    def create_again(self) -> None:
+        if not self.exists:
+            self.born()
+        self.run(create(self.store))
+        with pytest.raises(AlreadyExists):
+            self.run(create(self.store, fingerprint=b"other"))
+
+    @precondition(lambda self: self.exists)
+    @rule()
+    def cancel(self) -> None:
+        if self.status is Status.ACTIVE:
+            self.status = Status.CANCELLED
+        assert self.run(self.store.cancel(SESSION)) is self.status
+
+    @rule(chance=st.integers(0, 9))
+    def expire(self, chance: int) -> None:
+        if chance == 0:
+            self.run(self.store._client.pexpireat(keys(SESSION)[0], 1))
+            self.exists = False
+
+    @invariant()
+    def store_is_the_model(self) -> None:
+        if not self.exists:
+            return
+        session = self.run(self.store.read(SESSION))
+        log = session.prompt + tuple(entry.token for entry in session.emitted)
+        assert (log, session.epoch, session.status) == (self.log, self.epoch, self.status)
+        assert session.digest == chain(b"", self.log)
+
+    @invariant()
+    def one_commit_a_length(self) -> None:
+        lengths = [played.base_length for _, played in self.commits]
+        assert len(set(lengths)) == len(lengths)
+
+    def teardown(self) -> None:
+        self.run(self.store.close())
+        self.loop.close()
+
+
+def test_any_order_of_calls(redis_server: RedisServer) -> None:
+    machine = type("Machine", (StoreMachine,), {"server": redis_server})
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    machine.TestCase.settings = settings(
+        max_examples=60,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=checks,
+    )
+    machine.TestCase("runTest").runTest()

@@ -1,0 +1,150 @@
+"""The coordinator's ends of the worker streams, against workers that misbehave."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from coordinator.streams import WorkerSession
+from coordinator.target import TargetWorkers
+from specdec.channel import open_channel
+from specdec.errors import Fenced, Unavailable
+from specdec.exact.values import Proposal
+from specdec.serving.server import Server, serving
+from specdec.serving.settings import TargetSettings
+from specdec.types import SamplingParams
+from specdec.v1 import target_pb2, target_pb2_grpc
+
+SESSION = WorkerSession("session", 3, SamplingParams(seed=1), 2)
+Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]
+
+
+class Scripted(target_pb2_grpc.TargetServiceServicer):
+    """Plays one script a stream, in turn, then answers well for ever."""
+
+    def __init__(self, *scripts: Callable[[Any, Any], Awaitable[None]]) -> None:
+        self._scripts = list(scripts)
+        self.asked: list[tuple[int, list[int]]] = []  # start and tokens of each question
+        self.num_streams = 0
+
+    async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:
+        """Play the next script."""
+        self.num_streams += 1
+        if self._scripts:
+            await self._scripts.pop(0)(requests, context)
+            return
+        async for request in requests:
+            if request.HasField("score"):
+                self.asked.append((request.score.start, list(request.score.tokens)))
+                await context.write(well_answered(request.score))
+
+
+def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> target_pb2.ScoreResponse:
+    """Answer a plain round with token 7."""
+    held = score.start + len(score.tokens) if cached_len is None else cached_len
+    mass, token = np.array([1.0], "<f4").tobytes(), np.array([7], "<u4").tobytes()
+    return target_pb2.ScoreResponse(tail_mass=mass, tail_tokens=token, cached_len=held)
+
+
+@asynccontextmanager
+async def served(servicer: Scripted) -> AsyncIterator[TargetWorkers]:
+    """Serve it, and give the coordinator's view of it."""
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
+        yield
+
+    settings = TargetSettings(model="none", port=0, drain_s=0)
+    async with (
+        serving(settings, "specdec.v1.TargetService", build) as server,
+        open_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        yield TargetWorkers(channel, timeout_s=10, patience_s=10)
+
+
+async def refuse_as_fenced(requests: Any, context: Any) -> None:
+    """End the stream before the coordinator has asked anything."""
+    raise Fenced("epoch 4 owns the session")
+
+
+async def end_after_one_answer(requests: Any, context: Any) -> None:
+    """Answer once, then end the stream without an error, as a server that drains would."""
+    async for request in requests:
+        if request.HasField("score"):
+            await context.write(well_answered(request.score))
+            return
+
+
+async def break_after_one_answer(requests: Any, context: Any) -> None:
+    """Answer once, then fail."""
+    await end_after_one_answer(requests, context)
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def answer_nonsense(requests: Any, context: Any) -> None:
+    """Answer with a tail that is no probability."""
+    async for request in requests:
+        if request.HasField("score"):
+            await context.write(
+                target_pb2.ScoreResponse(tail_mass=b"\0\0\xc0\x7f", tail_tokens=b"\0\0\0\0", cached_len=9)
+            )
+
+
+async def hold_less(requests: Any, context: Any) -> None:
+    """Say that the cache is gone at the second question."""
+    num_asked = 0
+    async for request in requests:
+        if request.HasField("score"):
+            num_asked += 1
+            await context.write(well_answered(request.score, cached_len=1 if num_asked == 2 else None))
+
+
+async def test_a_refusal_at_open_is_told_as_it_is() -> None:
+    """grpc.aio loses the status where a write meets the stream's end; asking again brings it."""
+    for _ in range(20):
+        async with served(Scripted(*[refuse_as_fenced] * 100)) as workers:
+            with pytest.raises(Fenced, match="epoch 4"):
+                await workers.open(SESSION, 10).score([1, 2], Proposal())
+
+
+@pytest.mark.parametrize("script", [end_after_one_answer, break_after_one_answer])
+async def test_a_worker_lost_between_rounds_costs_nothing_but_time(script: Any) -> None:
+    for _ in range(10):
+        servicer = Scripted(script)
+        async with served(servicer) as workers:
+            scorer = workers.open(SESSION, 10)
+            first = await scorer.score([1, 2], Proposal())
+            scorer.keep(2, first.cached_len)
+            second = await scorer.score([1, 2, 7], Proposal())
+            assert second.scores.rows[0].tail_token == 7
+        assert servicer.num_streams == 2
+        assert servicer.asked == [(0, [1, 2, 7])], "the new stream is sent everything"
+
+
+async def test_nonsense_is_not_believed() -> None:
+    servicer = Scripted(answer_nonsense)
+    async with served(servicer) as workers:
+        scored = await workers.open(SESSION, 10).score([1, 2], Proposal())
+    assert scored.scores.rows[0].tail_token == 7
+    assert servicer.num_streams == 2
+
+
+async def test_a_worker_that_holds_less_is_sent_more() -> None:
+    servicer = Scripted(hold_less)
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10)
+        for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 7]):
+            scored = await scorer.score(committed, Proposal())
+            scorer.keep(len(committed), scored.cached_len)
+    assert servicer.num_streams == 1
+
+
+async def test_patience_ends() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
+        with pytest.raises(Unavailable, match="no target worker has served this round for 0 s; the session"):
+            await scorer.score([1, 2], Proposal())

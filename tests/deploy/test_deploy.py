@@ -1,0 +1,426 @@
+"""The overlays are valid Kubernetes and agree with the programs; seeded mistakes are found."""
+
+import copy
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.manifest_checks import VERSIONS, problems, schema_problems
+from tests.support.manifests import (
+    OVERLAYS,
+    PROGRAMS,
+    REPOSITORY,
+    Dockerfile,
+    Document,
+    containers,
+    dockerfile,
+    named,
+    pod,
+    render,
+    title,
+)
+
+IMAGES = ("coordinator", "draft", "target", "demo-coordinator", "demo-draft", "demo-target")
+
+
+@pytest.fixture(scope="module", params=sorted(path.name for path in OVERLAYS.iterdir()))
+def overlay(request: pytest.FixtureRequest) -> list[Document]:
+    return render(OVERLAYS / request.param)
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[Document]]:
+    return {path.name: render(path) for path in OVERLAYS.iterdir()}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_overlays_are_strictly_valid(overlay: list[Document], version: str) -> None:
+    assert list(schema_problems(overlay, version)) == []
+
+
+def test_overlays_agree_with_the_programs(overlay: list[Document]) -> None:
+    assert problems(overlay) == []
+
+
+def test_overlays_hold_what_is_promised(overlay: list[Document]) -> None:
+    kinds = {title(document).split("-")[0] for document in overlay}
+    for name in ("coordinator", "draft", "target"):
+        assert {f"{kind}/{name}" for kind in ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget")} <= kinds
+    assert {"Namespace/specdec", "StatefulSet/redis", "Service/redis", "NetworkPolicy/default"} <= kinds
+
+
+def test_services_are_named_as_in_the_protos() -> None:
+    defined = set()
+    for path in (REPOSITORY / "protos").rglob("*.proto"):
+        package = re.search(r"^package ([\w.]+);", path.read_text(), re.M)[1]
+        defined |= {f"{package}.{name}" for name in re.findall(r"^service (\w+)", path.read_text(), re.M)}
+    assert {program.service for program in PROGRAMS.values()} == defined
+
+
+def test_missing_kubectl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(AssertionError, match="kubectl is not on PATH; install it"):
+        render(OVERLAYS / "demo")
+
+
+# Seeded mistakes: (what, overlay, how, what must be said of it).
+
+Change = Callable[[list[Document]], object]
+MISTAKES: list[tuple[str, str, Change, str]] = []
+
+
+def mistake(overlay: str, said: str) -> Callable[[Change], Change]:
+    """Register a function that spoils an overlay."""
+
+    def register(change: Change) -> Change:
+        MISTAKES.append((change.__name__, overlay, change, said))
+        return change
+
+    return register
+
+
+def deployment(documents: list[Document], name: str) -> Document:
+    return named(documents, "Deployment", name)
+
+
+def container(documents: list[Document], name: str) -> Document:
+    return containers(deployment(documents, name))[0]
+
+
+def variables(documents: list[Document], name: str) -> dict[str, str]:
+    source = container(documents, name)["envFrom"][0]["configMapRef"]["name"]
+    data: dict[str, str] = named(documents, "ConfigMap", source)["data"]
+    return data
+
+
+@mistake("demo", "Deployment/target readinessProbe: port 50052 is not the container's")
+def wrong_probe_port(documents: list[Document]) -> None:
+    container(documents, "target")["readinessProbe"]["grpc"]["port"] = 50052
+
+
+@mistake("demo", "Deployment/draft: port grpc is 50052, and SPECDEC_PORT is 50062")
+def wrong_listening_port(documents: list[Document]) -> None:
+    variables(documents, "draft")["SPECDEC_PORT"] = "50062"
+
+
+@mistake("gpu", "Service/coordinator: targetPort 50052 is not the pods' grpc")
+def wrong_service_port(documents: list[Document]) -> None:
+    named(documents, "Service", "coordinator")["spec"]["ports"][0]["targetPort"] = 50052
+
+
+@mistake("demo", "Service/draft: is headless, so its port must be the pods'")
+def headless_service_with_a_port_of_its_own(documents: list[Document]) -> None:
+    named(documents, "Service", "draft")["spec"]["ports"][0]["port"] = 80
+
+
+@mistake("demo", "readinessProbe.grpc.port: 'grpc' is not of type 'integer'")
+def named_probe_port(documents: list[Document]) -> None:
+    container(documents, "target")["readinessProbe"]["grpc"]["port"] = "grpc"
+
+
+@mistake("demo", "unknown variable SPECDEC_DRAIN_SECONDS; the nearest is SPECDEC_DRAIN_S")
+def unknown_variable(documents: list[Document]) -> None:
+    variables(documents, "coordinator")["SPECDEC_DRAIN_SECONDS"] = "45"
+
+
+@mistake("demo", "unknown variable SPECDEC_TOKENIZER")
+def variable_of_another_program(documents: list[Document]) -> None:
+    variables(documents, "draft")["SPECDEC_TOKENIZER"] = "/models/draft"
+
+
+@mistake("gpu", "--dtype (or SPECDEC_DTYPE) is 'float16'")
+def value_that_the_program_refuses(documents: list[Document]) -> None:
+    variables(documents, "target")["SPECDEC_DTYPE"] = "float16"
+
+
+@mistake("gpu", "unknown flag --modle; the nearest is --model")
+def unknown_flag(documents: list[Document]) -> None:
+    container(documents, "target")["args"] = ["--modle=/models/target"]
+
+
+@mistake("gpu", "--model (or SPECDEC_MODEL) is required")
+def missing_variable(documents: list[Document]) -> None:
+    del variables(documents, "target")["SPECDEC_MODEL"]
+
+
+@mistake("demo", "'failureTreshold' was unexpected")
+def misspelt_field(documents: list[Document]) -> None:
+    container(documents, "target")["startupProbe"]["failureTreshold"] = 240
+
+
+@mistake("demo", "Deployment/draft apps/v1beta1: Kubernetes 1.30 does not know it")
+def outdated_version(documents: list[Document]) -> None:
+    deployment(documents, "draft")["apiVersion"] = "apps/v1beta1"
+
+
+@mistake("demo", "readinessProbe: asks for specdec.v1.TargetService, not specdec.v1.DraftService")
+def probe_of_another_service(documents: list[Document]) -> None:
+    container(documents, "draft")["readinessProbe"]["grpc"]["service"] = "specdec.v1.TargetService"
+
+
+@mistake("demo", "livenessProbe: a worker that drains must not be killed")
+def liveness_that_kills_draining_workers(documents: list[Document]) -> None:
+    container(documents, "draft")["livenessProbe"]["grpc"]["service"] = "specdec.v1.DraftService"
+
+
+@mistake("demo", "a start may take 2000 s, longer than progressDeadlineSeconds")
+def start_slower_than_the_rollout(documents: list[Document]) -> None:
+    container(documents, "target")["startupProbe"]["failureThreshold"] = 400
+
+
+@mistake("demo", "listens on 127.0.0.1, where nobody can reach it")
+def loopback(documents: list[Document]) -> None:
+    del variables(documents, "target")["SPECDEC_HOST"]
+
+
+@mistake("demo", "['python', '-m', 'draft'] is none of our programs")
+def module_that_does_not_exist(documents: list[Document]) -> None:
+    container(documents, "draft")["command"] = ["python", "-m", "draft"]
+
+
+@mistake("demo", "has no version")
+def image_without_a_version(documents: list[Document]) -> None:
+    container(documents, "draft")["image"] = "specdec-demo-draft:latest"
+
+
+@mistake("demo", "deploy/Dockerfile has no stage 'drafter'")
+def image_that_nobody_builds(documents: list[Document]) -> None:
+    container(documents, "draft")["image"] = "registry.example/specdec-drafter:0.1.0"
+
+
+@mistake("demo", "SPECDEC_MODEL is /models/draft, which is neither in the image nor in a volume")
+def image_without_models(documents: list[Document]) -> None:
+    container(documents, "draft")["image"] = "specdec-draft:0.1.0"
+
+
+@mistake("gpu", "volumes ['models', 'shared-memory', 'tmp'], mounts ['shared-memory', 'tmp']")
+def models_that_are_not_mounted(documents: list[Document]) -> None:
+    mounts = container(documents, "draft")["volumeMounts"]
+    mounts[:] = [mount for mount in mounts if mount["name"] != "models"]
+
+
+@mistake("demo", "not Service/draft")
+def address_of_no_service(documents: list[Document]) -> None:
+    variables(documents, "coordinator")["SPECDEC_DRAFT"] = "dns:///drafter.specdec.svc.cluster.local:50052"
+
+
+@mistake("demo", "not Service/target")
+def address_balanced_by_the_service(documents: list[Document]) -> None:
+    del named(documents, "Service", "target")["spec"]["clusterIP"]
+
+
+@mistake("demo", "several coordinators need one store")
+def a_store_in_each_coordinator(documents: list[Document]) -> None:
+    del variables(documents, "coordinator")["SPECDEC_STORE"]
+
+
+@mistake("demo", "PodDisruptionBudget/draft: selects the pods of nothing")
+def budget_of_nothing(documents: list[Document]) -> None:
+    labels = named(documents, "PodDisruptionBudget", "draft")["spec"]["selector"]["matchLabels"]
+    labels["app.kubernetes.io/component"] = "drafter"
+
+
+@mistake("demo", "Deployment/draft: its selector does not match its own pods")
+def selector_of_other_pods(documents: list[Document]) -> None:
+    deployment(documents, "draft")["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"] = "target"
+
+
+@mistake("demo", "there is no ConfigMap/draft-0")
+def configuration_that_is_not_there(documents: list[Document]) -> None:
+    container(documents, "draft")["envFrom"][0]["configMapRef"]["name"] = "draft-0"
+
+
+@mistake("demo", "there is no ServiceAccount/drafter")
+def account_that_is_not_there(documents: list[Document]) -> None:
+    pod(deployment(documents, "draft"))["serviceAccountName"] = "drafter"
+
+
+@mistake("demo", "50 s of grace; preStop takes 5, the drain 60.0")
+def drain_longer_than_the_grace(documents: list[Document]) -> None:
+    variables(documents, "target")["SPECDEC_DRAIN_S"] = "60"
+
+
+@mistake("gpu", "maxSurge and maxUnavailable should be (0, 1)")
+def rollout_that_needs_a_spare_gpu(documents: list[Document]) -> None:
+    deployment(documents, "target")["spec"]["strategy"]["rollingUpdate"] = {"maxSurge": 1, "maxUnavailable": 0}
+
+
+@mistake("gpu", "nvidia.com/gpu belongs in limits only")
+def gpu_in_requests(documents: list[Document]) -> None:
+    container(documents, "target")["resources"]["requests"]["nvidia.com/gpu"] = "1"
+
+
+@mistake("gpu", "does not tolerate the taint of GPU nodes")
+def intolerant_gpu_pod(documents: list[Document]) -> None:
+    del pod(deployment(documents, "target"))["tolerations"]
+
+
+@mistake("gpu", "SPECDEC_DEVICE is cuda, and it has 0 GPUs")
+def cuda_without_a_gpu(documents: list[Document]) -> None:
+    del container(documents, "target")["resources"]["limits"]["nvidia.com/gpu"]
+
+
+@mistake("demo", "cpu and memory need requests and limits")
+def no_limits(documents: list[Document]) -> None:
+    del container(documents, "target")["resources"]["limits"]["cpu"]
+
+
+@mistake("demo", "the KV cache fills the memory")
+def cache_larger_than_the_memory(documents: list[Document]) -> None:
+    variables(documents, "target")["SPECDEC_KV_CACHE_BYTES"] = str(1 << 30)
+
+
+@mistake("demo", "Deployment/target: runs as root")
+def root(documents: list[Document]) -> None:
+    pod(deployment(documents, "target"))["securityContext"]["runAsUser"] = 0
+
+
+@mistake("demo", "enableServiceLinks must be false")
+def variables_of_services(documents: list[Document]) -> None:
+    del pod(deployment(documents, "coordinator"))["enableServiceLinks"]
+
+
+@mistake("demo", "StatefulSet/redis: may write to its image")
+def writable_image(documents: list[Document]) -> None:
+    del containers(named(documents, "StatefulSet", "redis"))[0]["securityContext"]["readOnlyRootFilesystem"]
+
+
+@mistake("demo", "Namespace/specdec: does not enforce Pod Security restricted")
+def lenient_namespace(documents: list[Document]) -> None:
+    del named(documents, "Namespace", "specdec")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+
+
+@mistake("demo", "network: coordinator cannot reach redis at port 6379")
+def closed_edge(documents: list[Document]) -> None:
+    del named(documents, "NetworkPolicy", "redis")["spec"]["ingress"]
+
+
+@mistake("demo", "network: draft can reach redis at port 6379")
+def open_edge(documents: list[Document]) -> None:
+    named(documents, "NetworkPolicy", "redis")["spec"]["ingress"][0]["from"] = [{"podSelector": {}}]
+    named(documents, "NetworkPolicy", "default-deny")["spec"]["policyTypes"] = ["Ingress"]
+
+
+@mistake("demo", "network: coordinator cannot reach DNS at port 53")
+def no_names(documents: list[Document]) -> None:
+    named(documents, "NetworkPolicy", "coordinator")["spec"]["egress"].pop()
+
+
+def redis_configuration(documents: list[Document]) -> Document:
+    return next(document["data"] for document in documents if "redis.conf" in document.get("data", {}))
+
+
+@mistake("demo", "redis.conf: maxmemory-policy is allkeys-lru")
+def redis_that_forgets(documents: list[Document]) -> None:
+    data = redis_configuration(documents)
+    data["redis.conf"] = data["redis.conf"].replace("noeviction", "allkeys-lru")
+
+
+@mistake("demo", "redis.conf: appendfsync is everysec")
+def redis_that_answers_before_it_has_written(documents: list[Document]) -> None:
+    data = redis_configuration(documents)
+    data["redis.conf"] = data["redis.conf"].replace("appendfsync always", "appendfsync everysec")
+
+
+@mistake("demo", "redis.conf: the store uses hincrby, which its user may not")
+def command_that_is_not_allowed(documents: list[Document]) -> None:
+    data = redis_configuration(documents)
+    data["redis.conf"] = data["redis.conf"].replace("+hincrby ", "")
+
+
+@pytest.mark.parametrize(
+    ("overlay_name", "change", "said"),
+    [pytest.param(overlay, change, said, id=name) for name, overlay, change, said in MISTAKES],
+)
+def test_seeded_mistakes_are_found(
+    rendered: dict[str, list[Document]], overlay_name: str, change: Change, said: str
+) -> None:
+    documents = copy.deepcopy(rendered[overlay_name])
+    change(documents)
+    assert any(said in problem for problem in problems(documents)), problems(documents)
+
+
+# The Dockerfile: no engine builds it here, so it is read.
+
+
+def dockerfile_problems(file: Dockerfile) -> Iterator[str]:
+    """Images run our programs as a user without rights; only workers have torch; what is copied exists."""
+    for name in IMAGES:
+        if name not in file.stages:
+            yield f"{name}: there is no such stage"
+            continue
+        yield from (f"{name}: {problem}" for problem in _image_problems(file, name))
+        yield from (f"{name}: {problem}" for problem in _copy_problems(file, name))
+    for stage in file.stages.values():
+        if stage.base not in {*file.stages, "${PYTHON_IMAGE}"}:
+            yield f"the base {stage.base} cannot be pinned from outside"
+
+
+def _image_problems(file: Dockerfile, name: str) -> Iterator[str]:
+    instructions = [rest for stage in file.built_from(name) for _, rest in file.stages[stage].instructions]
+    if any("torch" in rest or "[models]" in rest for rest in instructions) == name.endswith("coordinator"):
+        yield "torch belongs in workers, and nowhere else"
+    if file.last(name, "USER") != "10001:10001":
+        yield f"runs as {file.last(name, 'USER') or 'root'}"
+    if file.entrypoint(name)[:2] != ["python", "-m"] or file.entrypoint(name)[2] not in PROGRAMS:
+        yield f"runs {file.entrypoint(name)}"
+    if {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}.items() - file.environment(name).items():
+        yield "is buffered, or may fetch models when it starts"
+
+
+def _copy_problems(file: Dockerfile, name: str) -> Iterator[str]:
+    kept = {line[1:] for line in (REPOSITORY / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    for stage in file.built_from(name):
+        for source in (source for sources, _ in file.copies(stage) for source in sources):
+            if not list(REPOSITORY.glob(source)):
+                yield f"copies {source}, which is not there"
+            if not any(Path(source).is_relative_to(path) for path in kept):
+                yield f"copies {source}, which .dockerignore keeps out"
+
+
+def test_images_are_sound() -> None:
+    assert sorted(set(dockerfile_problems(dockerfile()))) == []
+
+
+def test_images_hold_every_package() -> None:
+    settings: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {pattern.rstrip("*") for pattern in settings["packages"]["find"]["include"]}
+    copied = {source for sources, _ in dockerfile().copies("wheel") for source in sources}
+    assert packages <= copied
+
+
+def test_overlays_run_this_version(overlay: list[Document]) -> None:
+    version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
+    for name in ("coordinator", "draft", "target"):
+        assert container(overlay, name)["image"].split(":")[1].removesuffix("-cuda") == version
+    assert f'image.version="{version}"' in dockerfile().last("runtime", "LABEL")
+
+
+def test_images_run_as_the_manifests_say(overlay: list[Document]) -> None:
+    for name in ("coordinator", "draft", "target"):
+        context = pod(deployment(overlay, name))["securityContext"]
+        assert f"{context['runAsUser']}:{context['runAsGroup']}" == dockerfile().last(name, "USER")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("/wheels/*.whl\n", '"$(echo /wheels/*.whl)[models]"\n', "demo-coordinator: torch belongs in workers"),
+        ("USER 10001:10001", "USER root", "draft: runs as root"),
+        ('"-m", "target_service"', '"-m", "target"', "target: runs ['python', '-m', 'target']"),
+        ("COPY protos", "COPY proto", "draft: copies proto, which is not there"),
+        ("COPY models/draft", "COPY models/train.py", "demo-draft: copies models/train.py, which .dockerignore"),
+        ("HF_HUB_OFFLINE=1", "HF_HUB_OFFLINE=0", "may fetch models"),
+        ("AS demo-draft", "AS draft-demo", "demo-draft: there is no such stage"),
+        ("FROM ${PYTHON_IMAGE} AS runtime", "FROM python:latest AS runtime", "python:latest cannot be pinned"),
+    ],
+)
+def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, said: str) -> None:
+    text = (REPOSITORY / "deploy/Dockerfile").read_text()
+    assert old in text
+    found = list(dockerfile_problems(Dockerfile(text.replace(old, new))))
+    assert any(said in problem for problem in found), found

@@ -1,0 +1,90 @@
+"""Servers: ports, readiness, failure, shutdown."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.channel import open_channel
+from specdec.serving.server import CannotServe, Server, run_service, serving
+from specdec.serving.settings import TargetSettings
+from specdec.v1 import target_pb2, target_pb2_grpc
+
+SERVICE = "specdec.v1.TargetService"
+SETTINGS = TargetSettings(model="none", port=0, drain_s=0)
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Answers(target_pb2_grpc.TargetServiceServicer):
+    """A target worker without a model."""
+
+    async def GetTarget(self, request: target_pb2.GetTargetRequest, context: object) -> target_pb2.GetTargetResponse:
+        """Answer."""
+        return target_pb2.GetTargetResponse()
+
+
+async def health(port: int, service: str) -> int:
+    """Return what the health service says."""
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    return int(answer.status)
+
+
+async def code_of_a_call(port: int) -> grpc.StatusCode:
+    """Return how a call ends."""
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        call = target_pb2_grpc.TargetServiceStub(channel).GetTarget(target_pb2.GetTargetRequest())
+        code: grpc.StatusCode = await call.code()
+        return code
+
+
+async def test_alive_while_loading_and_ready_after() -> None:
+    """Calls before the service is ready are UNAVAILABLE, and health tells the two apart."""
+    seen = []
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        seen.append((await health(server.port, ""), await health(server.port, SERVICE)))
+        assert await code_of_a_call(server.port) == grpc.StatusCode.UNAVAILABLE
+        target_pb2_grpc.add_TargetServiceServicer_to_server(Answers(), server.grpc)
+        yield
+
+    async with serving(SETTINGS, SERVICE, build) as server:
+        assert await code_of_a_call(server.port) == grpc.StatusCode.OK
+        seen.append((await health(server.port, ""), await health(server.port, SERVICE)))
+        await server.set_ready(False)
+        assert await code_of_a_call(server.port) == grpc.StatusCode.UNAVAILABLE
+        seen.append((await health(server.port, ""), await health(server.port, SERVICE)))
+    assert seen == [(SERVING, NOT_SERVING), (SERVING, SERVING), (SERVING, NOT_SERVING)]
+
+
+@asynccontextmanager
+async def nothing(server: Server) -> AsyncIterator[None]:
+    """Serve nothing."""
+    yield
+
+
+async def test_a_port_in_use_is_a_sentence() -> None:
+    async with serving(SETTINGS, SERVICE, nothing) as server:
+        taken = TargetSettings(model="none", port=server.port)
+        with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{server.port}.*choose another"):
+            async with serving(taken, SERVICE, nothing):
+                pass
+
+
+async def test_a_service_that_fails_ends() -> None:
+    """What cannot be mended from inside ends the process, so that somebody outside sees it."""
+    ended = []
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        asyncio.get_running_loop().call_soon(server.fail, "the engine hangs")
+        yield
+        ended.append(True)
+
+    with pytest.raises(CannotServe, match="the engine hangs"):
+        await run_service(SETTINGS, "target", SERVICE, build)
+    assert ended

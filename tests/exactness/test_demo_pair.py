@@ -1,0 +1,73 @@
+"""The committed demo pair, through real servers: many sessions at once, each as it is alone."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY
+
+from benchmarks.measure import held_out_prompts
+from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from tests.support.cluster import Cluster, cluster
+
+MODELS = Path(__file__).parents[2] / "models"
+NUM_SESSIONS = 64
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served() -> AsyncIterator[Cluster]:
+    """The demo pair in float32."""
+    async with cluster(MODELS / "target", MODELS / "draft") as running:
+        yield running
+
+
+def prompts() -> list[str]:
+    """Return prompts of different lengths from the held-out files."""
+    texts = list(held_out_prompts(MODELS / "heldout").values())
+    return [texts[number % len(texts)][: 40 + 9 * number] for number in range(NUM_SESSIONS)]
+
+
+def sampling(number: int) -> SamplingParams:
+    """Return parameters that differ from session to session; every other one is greedy."""
+    temperature = 0.0 if number % 2 else 0.8
+    top_p = 0.9 if number % 4 == 0 else 1.0
+    return SamplingParams(temperature=temperature, top_p=top_p, seed=number, max_new_tokens=16, ignore_eos=True)
+
+
+async def test_64_sessions_each_as_alone(served: Cluster) -> None:
+    """Alone the draft worker has time to draft ahead, in company it has not: the proposals are the same too."""
+    async with Client(served.address) as client:
+
+        async def run(number: int, prompt: str) -> Completion:
+            speculation = SpeculationParams(num_draft_tokens=number % 5)
+            return await client.complete(prompt, sampling=sampling(number), speculation=speculation)
+
+        alone = [await run(number, prompt) for number, prompt in enumerate(prompts())]
+        num_hits, before = read("specdec_draft_ahead_hits_total"), batches()
+        together = await asyncio.gather(*(run(number, prompt) for number, prompt in enumerate(prompts())))
+    num_rounds, num_forwards = (after - then for after, then in zip(batches(), before, strict=True))
+    num_ahead = read("specdec_draft_ahead_rounds_total")
+    print(f"{num_hits:.0f} of at most {num_ahead:.0f} rounds drafted ahead were asked for, with one session at a time")
+    print(f"{NUM_SESSIONS} sessions: {num_rounds / num_forwards:.1f} of them in a forward, on average")
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+    assert [each.text for each in together] == [each.text for each in alone]
+    drafted = [
+        [(each.finish.statistics.num_rounds, each.finish.statistics.num_accepted_tokens) for each in completions]
+        for completions in (together, alone)
+    ]
+    assert drafted[0] == drafted[1]
+    assert num_rounds / num_forwards > 4
+    assert num_hits > 10
+
+
+def batches() -> tuple[float, float]:
+    """Return how many rounds were scored so far, in how many forwards."""
+    return read("specdec_target_batch_sessions_sum"), read("specdec_target_batch_sessions_count")
+
+
+def read(name: str) -> float:
+    """Return a metric of the services."""
+    return REGISTRY.get_sample_value(name) or 0.0

@@ -1,0 +1,93 @@
+"""Once more through the network: real workers and a real coordinator, each a process, have the target's distribution.
+
+`make distribution` runs the same with more generations, and prints the figures.
+"""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+import transformers
+
+from benchmarks.exactness import (
+    CASES,
+    MAX_DEVIATIONS,
+    NUM_TOKENS,
+    PROMPT,
+    Services,
+    distributions_of,
+    judge,
+    save_pair,
+    services,
+)
+from specdec.channel import open_channel
+from specdec.exact.codec import distributions_from_proto
+from specdec.exact.randomness import Key, Purpose, uniform
+from specdec.exact.sampling import draw
+from specdec.serving.session_stream import open_session
+from specdec.types import SamplingParams
+from specdec.v1 import draft_pb2, draft_pb2_grpc
+from tests.support.distributions import agreement, joint_distribution
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_GENERATIONS = 4_000  # a session costs the machine some 15 ms, mostly streams that open and close
+FEWER_GENERATIONS = {"penalties": 1_000}  # which tests/test_service.py and tests/test_distribution.py prove closer by
+REJECT_BELOW = 1e-6
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Save target and draft."""
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def started(pair: tuple[Path, Path]) -> AsyncIterator[Services]:
+    """Run the services."""
+    async with services(*pair) as started:
+        yield started
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_the_draft_worker_ships_the_rows_that_it_draws_from(started: Services, seed: int) -> None:
+    """Drawing again from the decoded rows with the round's uniforms gives the shipped tokens, bit for bit."""
+    response = await proposed(started.draft_address, SamplingParams(seed=seed, temperature=0.5 + seed / 10), 5)
+    rows = distributions_from_proto(response.distributions)
+    again = [draw(row, uniform(seed, Key(len(PROMPT), index, Purpose.DRAFT))) for index, row in enumerate(rows)]
+    assert again == list(response.tokens)
+    assert len(again) == 5
+
+
+async def proposed(address: str, sampling: SamplingParams, num_draft_tokens: int) -> draft_pb2.ProposeResponse:
+    """DraftRequest a draft worker for one proposal behind the prompt."""
+    opening = draft_pb2.OpenDraft(session=open_session(f"distribution-{sampling.seed}", 1, sampling, len(PROMPT)))
+    async with open_channel(address) as channel:
+        stream = draft_pb2_grpc.DraftServiceStub(channel).Propose()
+        await stream.write(draft_pb2.ProposeRequest(open=opening))
+        propose = draft_pb2.Propose(start=0, tokens=PROMPT, num_draft_tokens=num_draft_tokens)
+        await stream.write(draft_pb2.ProposeRequest(propose=propose))
+        response = await stream.read()
+        await stream.done_writing()
+        return response
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_text_through_the_network_has_the_targets_distribution(
+    name: str, started: Services, pair: tuple[Path, Path]
+) -> None:
+    """Joint chi-square over four tokens, which can tell target from draft; the acceptance rate is the analytic one."""
+    num_generations = FEWER_GENERATIONS.get(name, NUM_GENERATIONS)
+    result = await judge(name, num_generations, started, *pair)
+    print(f"{name}: {result.agreement}, {result.deviations:+.1f} standard errors")
+    assert result.agreement.p_value > REJECT_BELOW
+    draft_distribution = joint_distribution(distributions_of(pair[1], CASES[name].sampling), NUM_TOKENS)
+    assert (
+        agreement([completion.tokens for completion in result.completions], draft_distribution).p_value < REJECT_BELOW
+    )
+    assert abs(result.deviations) < MAX_DEVIATIONS
+    assert len(result.completions) == num_generations

@@ -1,0 +1,72 @@
+"""All three services on loopback ports, in the test's own process: real servers, real engines, no process start-up."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from coordinator.__main__ import SERVICE as GENERATION_SERVICE
+from coordinator.__main__ import built as built_coordinator
+from draft_service.__main__ import SERVICE as DRAFT_SERVICE
+from draft_service.__main__ import built as built_draft
+from specdec.serving.server import serving
+from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings
+from target_service.__main__ import SERVICE as TARGET_SERVICE
+from target_service.__main__ import built as built_target
+
+KV_CACHE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Where the coordinator and the workers listen."""
+
+    address: str
+    target_address: str
+    draft_address: str
+
+
+@asynccontextmanager
+async def cluster(
+    target: Path, draft_model: Path | None = None, *, drafters: str = "", **coordinator: object
+) -> AsyncIterator[Cluster]:
+    """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
+    torch.set_num_threads(1)
+    drafters = drafters or ("model,ngram" if draft_model else "ngram")
+    worker = {"port": 0, "dtype": "float32", "kv_cache_bytes": KV_CACHE_BYTES, "drain_s": 0}
+    async with AsyncExitStack() as stack:
+        target_address = await stack.enter_async_context(_target(TargetSettings(model=str(target), **worker)))
+        model = str(draft_model) if draft_model else None
+        settings = DraftSettings(model=model, drafters=drafters, **worker)
+        draft_address = await stack.enter_async_context(_draft(settings))
+        settings = CoordinatorSettings(
+            **{"target": target_address, "draft": draft_address, "tokenizer": str(target), "port": 0, "drain_s": 0}
+            | coordinator
+        )
+        server = await stack.enter_async_context(
+            serving(settings, GENERATION_SERVICE, lambda server: built_coordinator(settings, server))
+        )
+        yield Cluster(f"127.0.0.1:{server.port}", target_address, draft_address)
+
+
+@asynccontextmanager
+async def _target(settings: TargetSettings) -> AsyncIterator[str]:
+    async with serving(settings, TARGET_SERVICE, lambda server: built_target(settings, server)) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+@asynccontextmanager
+async def _draft(settings: DraftSettings) -> AsyncIterator[str]:
+    async with serving(settings, DRAFT_SERVICE, lambda server: built_draft(settings, server)) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+def save_tokenizer(folder: Path, size: int, prefix: str = "t") -> Path:
+    """Save a tokenizer of `size` words next to a model."""
+    vocabulary = {f"{prefix}{number}": number for number in range(size)}
+    Tokenizer(WordLevel(vocabulary, unk_token=f"{prefix}0")).save(str(folder / "tokenizer.json"))
+    return folder

@@ -1,0 +1,385 @@
+"""What must hold in rendered manifests, as checks: each takes the documents and yields the problems, in words.
+
+The programs are asked, not remembered: settings come from specdec.serving.settings, entry points and folders from
+deploy/Dockerfile, commands of the store from coordinator/*.lua.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import kubernetes_validate
+
+from specdec.serving.settings import ServiceSettings
+from tests.support.manifests import (
+    PROGRAMS,
+    REPOSITORY,
+    Document,
+    command,
+    container_ports,
+    containers,
+    dockerfile,
+    environment,
+    has_main,
+    module_of,
+    named,
+    of_kind,
+    pod,
+    pod_labels,
+    probes,
+    programs,
+    quantity,
+    read_settings,
+    redis_configuration,
+    selects,
+    stage_of,
+    title,
+    workloads,
+)
+from tests.support.network_policies import network_problems
+
+VERSIONS = ("1.30", "1.32")
+DRAIN_MARGIN_S = 10  # to close sockets and free a model after the drain
+PORT_NAMES = {"grpc": "SPECDEC_PORT", "metrics": "SPECDEC_METRICS_PORT"}
+# Pod Security, level restricted
+RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
+
+
+def schema_problems(documents: Sequence[Document], version: str) -> Iterator[str]:
+    """Every field exists in this version of Kubernetes, and has the right type."""
+    for document in documents:
+        problem = _schema_problem(json.dumps(document), version)
+        if problem:
+            yield f"{title(document)} {problem}"
+
+
+@functools.cache  # a document takes 10 ms
+def _schema_problem(document: str, version: str) -> str:
+    try:
+        kubernetes_validate.validate(json.loads(document), version, strict=True)
+    except kubernetes_validate.ValidationError as error:
+        return f"{'.'.join(map(str, error.path))}: {error.message}"
+    except kubernetes_validate.SchemaNotFoundError as error:
+        return f"{error.api_version}: Kubernetes {version} does not know it"
+    return ""
+
+
+def selector_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Selectors match the pods that they are meant for."""
+    for workload in workloads(documents):
+        if not selects(workload["spec"]["selector"], pod_labels(workload)):
+            yield f"{title(workload)}: its selector does not match its own pods"
+    for document in of_kind(documents, "Service", "PodDisruptionBudget"):
+        selector = document["spec"]["selector"]
+        wanted = {"matchLabels": selector} if document["kind"] == "Service" else selector
+        found = [w["metadata"]["name"] for w in workloads(documents) if selects(wanted, pod_labels(w))]
+        if found != [document["metadata"]["name"]]:
+            yield f"{title(document)}: selects the pods of {found or 'nothing'}"
+
+
+def reference_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Everything that a pod names is there, and all of it is in one namespace."""
+    there = {title(document) for document in documents}
+    for workload in workloads(documents):
+        yield from (f"{title(workload)}: there is no {name}" for name in _named_by(workload) if name not in there)
+    namespaces = {d["metadata"].get("namespace") for d in documents if d["kind"] != "Namespace"}
+    declared = {document["metadata"]["name"] for document in of_kind(documents, "Namespace")}
+    if namespaces != declared:
+        yield f"the documents are in {namespaces}, and the declared namespace is {declared}"
+
+
+def _named_by(workload: Document) -> Iterator[str]:
+    yield f"ServiceAccount/{pod(workload).get('serviceAccountName', 'default')}"
+    for container in containers(workload):
+        yield from (f"ConfigMap/{source['configMapRef']['name']}" for source in container.get("envFrom", []))
+    for volume in pod(workload).get("volumes", []):
+        if "configMap" in volume:
+            yield f"ConfigMap/{volume['configMap']['name']}"
+        if "persistentVolumeClaim" in volume:
+            yield f"PersistentVolumeClaim/{volume['persistentVolumeClaim']['claimName']}"
+
+
+def mount_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Every mount has its volume, and every volume is mounted."""
+    for workload in workloads(documents):
+        claims = [claim["metadata"]["name"] for claim in workload["spec"].get("volumeClaimTemplates", [])]
+        volumes = {*claims, *(volume["name"] for volume in pod(workload).get("volumes", []))}
+        mounts = {mount["name"] for container in containers(workload) for mount in container.get("volumeMounts", [])}
+        if volumes != mounts:
+            yield f"{title(workload)}: volumes {sorted(volumes)}, mounts {sorted(mounts)}"
+
+
+def port_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """A port is one number: to the program, the container, the probes and the Service."""
+    for workload in workloads(documents):
+        for container in containers(workload):
+            yield from _probe_port_problems(workload, container)
+            yield from _service_port_problems(workload, container, documents)
+    for workload, container, _ in programs(documents):
+        yield from _listening_problems(workload, container, environment(container, documents))
+
+
+def _probe_port_problems(workload: Document, container: Document) -> Iterator[str]:
+    for kind, probe in probes(container).items():
+        for action in (probe[key] for key in ("grpc", "tcpSocket", "httpGet") if key in probe):
+            if action["port"] not in container_ports(container).values():
+                yield f"{title(workload)} {kind}: port {action['port']} is not the container's"
+
+
+def _service_port_problems(workload: Document, container: Document, documents: Sequence[Document]) -> Iterator[str]:
+    for service in of_kind(documents, "Service"):
+        if not selects({"matchLabels": service["spec"]["selector"]}, pod_labels(workload)):
+            continue
+        for port in service["spec"]["ports"]:
+            if port.get("targetPort") != container_ports(container).get(port["name"]):
+                yield f"{title(service)}: targetPort {port.get('targetPort')} is not the pods' {port['name']}"
+            if service["spec"].get("clusterIP") == "None" and port["port"] != port["targetPort"]:
+                yield f"{title(service)}: is headless, so its port must be the pods'"
+
+
+def _listening_problems(workload: Document, container: Document, variables: Mapping[str, str]) -> Iterator[str]:
+    ports = container_ports(container)
+    exposed = dockerfile().last(stage_of(container), "EXPOSE").split()
+    for name, variable in PORT_NAMES.items():
+        if str(ports.get(name)) != variables.get(variable):
+            yield f"{title(workload)}: port {name} is {ports.get(name)}, and {variable} is {variables.get(variable)}"
+        if str(ports.get(name)) not in exposed:
+            yield f"{title(workload)}: port {name} is {ports.get(name)}, and its image exposes {exposed}"
+    annotations = workload["spec"]["template"]["metadata"].get("annotations", {})
+    if annotations.get("prometheus.io/port") != variables.get("SPECDEC_METRICS_PORT"):
+        yield f"{title(workload)}: Prometheus is sent to another port than SPECDEC_METRICS_PORT"
+
+
+def probe_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Readiness asks for the service, liveness for the process, both of a service that protos/ defines."""
+    for workload, container, program in programs(documents):
+        asked = {kind: probe.get("grpc", {}).get("service", "") for kind, probe in probes(container).items()}
+        if asked.keys() != {"startupProbe", "readinessProbe", "livenessProbe"}:
+            yield f"{title(workload)}: has only the probes {sorted(asked)}"
+        if asked.get("readinessProbe") != program.service:
+            yield f"{title(workload)} readinessProbe: asks for {asked.get('readinessProbe')}, not {program.service}"
+        if asked.get("startupProbe") not in ("", program.service):
+            yield f"{title(workload)} startupProbe: asks for {asked.get('startupProbe')}, not {program.service}"
+        if asked.get("livenessProbe"):
+            yield f"{title(workload)} livenessProbe: a worker that drains must not be killed; ask for the process"
+
+
+def startup_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """A rollout is given more time than a start may take."""
+    for workload, container, _ in programs(documents):
+        startup = probes(container).get("startupProbe", {})
+        allowed_s = startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3)
+        if workload["spec"].get("progressDeadlineSeconds", 600) <= allowed_s:
+            yield f"{title(workload)}: a start may take {allowed_s} s, longer than progressDeadlineSeconds"
+
+
+def settings_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Every program accepts its variables and arguments: it is asked."""
+    for workload, container, program in programs(documents):
+        given = dockerfile().environment(stage_of(container)) | environment(container, documents)
+        settings = read_settings(program, given, command(container)[3:])
+        if isinstance(settings, str):
+            yield f"{title(workload)}: {settings}"
+        elif settings.host not in ("0.0.0.0", "[::]"):
+            yield f"{title(workload)}: listens on {settings.host}, where nobody can reach it"
+
+
+def image_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Every image has a version; ours are stages of the Dockerfile, whose entry points exist."""
+    for workload in workloads(documents):
+        for container in containers(workload):
+            stage = stage_of(container)
+            if not re.search(r":[\d.]+[\w.-]*$|@sha256:", container["image"]):
+                yield f"{title(workload)}: the image {container['image']} has no version"
+            if "specdec" in container["image"] and stage not in dockerfile().stages:
+                yield f"{title(workload)}: deploy/Dockerfile has no stage {stage!r}"
+            elif stage and not (module_of(container) in PROGRAMS and has_main(container)):
+                yield f"{title(workload)}: {command(container)} is none of our programs"
+
+
+def model_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Folders of models are in the image or in a volume; an image that may not fetch needs them to be folders."""
+    for workload, container, _ in programs(documents):
+        mounts = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
+        copied = [destination for _, destination in dockerfile().copies(stage_of(container))]
+        variables = environment(container, documents)
+        for name in ("SPECDEC_MODEL", "SPECDEC_TOKENIZER"):
+            folder = variables.get(name)
+            if folder and not any(Path(folder).is_relative_to(place) for place in (*mounts, *copied)):
+                yield f"{title(workload)}: {name} is {folder}, which is neither in the image nor in a volume"
+
+
+def address_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """The coordinator's addresses are Services of these manifests; workers by the headless name and the pods' port."""
+    for workload, container, program in programs(documents):
+        if program is not PROGRAMS["coordinator"]:
+            continue
+        variables = environment(container, documents)
+        for name, variable in (("target", "SPECDEC_TARGET"), ("draft", "SPECDEC_DRAFT"), ("redis", "SPECDEC_STORE")):
+            if variables.get(variable, "") not in _addresses(named(documents, "Service", name)):
+                yield f"{title(workload)}: {variable} is {variables.get(variable)}, not Service/{name}"
+        if workload["spec"]["replicas"] > 1 and variables.get("SPECDEC_STORE", "embedded") == "embedded":
+            yield f"{title(workload)}: several coordinators need one store"
+
+
+def _addresses(service: Document) -> list[str]:
+    host = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc.cluster.local"
+    port = service["spec"]["ports"][0]["port"]
+    if service["spec"].get("clusterIP") == "None":
+        return [f"dns:///{host}:{port}"]
+    return [f"redis://{host}:{port}/0"]
+
+
+def drain_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """A pod is given the time that it needs to end: the wait before SIGTERM, the drain, and a margin."""
+    for workload, container, program in programs(documents):
+        settings = read_settings(program, environment(container, documents), [])
+        waits_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        grace_s = pod(workload).get("terminationGracePeriodSeconds", 30)
+        if not waits_s:
+            yield f"{title(workload)}: preStop does not wait; calls still arrive when it stops accepting them"
+        if isinstance(settings, ServiceSettings) and grace_s < waits_s + settings.drain_s + DRAIN_MARGIN_S:
+            yield f"{title(workload)}: {grace_s} s of grace; preStop takes {waits_s}, the drain {settings.drain_s}"
+
+
+def disruption_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Nodes can be drained, one pod at a time; a rollout never takes all of a service away, unless GPUs are scarce."""
+    budgets = {budget["metadata"]["name"]: budget["spec"] for budget in of_kind(documents, "PodDisruptionBudget")}
+    for workload in of_kind(documents, "Deployment"):
+        rolling = workload["spec"].get("strategy", {}).get("rollingUpdate", {})
+        expected = (0, 1) if gpus(workload) else (1, 0)
+        if (rolling.get("maxSurge"), rolling.get("maxUnavailable")) != expected:
+            yield f"{title(workload)}: maxSurge and maxUnavailable should be {expected}"
+        if budgets.get(workload["metadata"]["name"], {}).get("maxUnavailable") != 1:
+            yield f"{title(workload)}: has no PodDisruptionBudget with maxUnavailable 1"
+        if not pod(workload).get("topologySpreadConstraints"):
+            yield f"{title(workload)}: its pods are not spread over nodes"
+
+
+def gpus(workload: Document) -> int:
+    """Return how many GPUs a pod has."""
+    return sum(int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) for container in containers(workload))
+
+
+def gpu_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """GPUs are in limits only, come with the toleration and with SPECDEC_DEVICE=cuda; without, no cuda."""
+    for workload in workloads(documents):
+        if any("nvidia.com/gpu" in container["resources"].get("requests", {}) for container in containers(workload)):
+            yield f"{title(workload)}: nvidia.com/gpu belongs in limits only"
+        tolerated = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        if gpus(workload) and tolerated not in pod(workload).get("tolerations", []):
+            yield f"{title(workload)}: does not tolerate the taint of GPU nodes"
+    for workload, container, program in programs(documents):
+        device = environment(container, documents).get("SPECDEC_DEVICE", "cpu")
+        if (device == "cuda") != bool(gpus(workload)) and "device" in program.settings.model_fields:
+            yield f"{title(workload)}: SPECDEC_DEVICE is {device}, and it has {gpus(workload)} GPUs"
+
+
+def resource_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Requests and limits are there, and what the program is told to use fits into them."""
+    for workload in workloads(documents):
+        for container in containers(workload):
+            resources = container.get("resources", {})
+            if not all({"cpu", "memory"} <= resources.get(part, {}).keys() for part in ("requests", "limits")):
+                yield f"{title(workload)}: cpu and memory need requests and limits"
+    for workload, container, program in programs(documents):
+        settings = read_settings(program, environment(container, documents), [])
+        if getattr(settings, "num_threads", 1) > _limit(container, "cpu"):
+            yield f"{title(workload)}: more threads than processors"
+        if not gpus(workload) and 2 * getattr(settings, "kv_cache_bytes", 0) > _limit(container, "memory"):
+            yield f"{title(workload)}: the KV cache fills the memory"
+
+
+def _limit(container: Document, resource: str) -> float:
+    return quantity(container.get("resources", {}).get("limits", {}).get(resource, "inf"))
+
+
+def security_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Pods satisfy Pod Security restricted, which the namespace enforces; they get no credentials and no surprises."""
+    for namespace in of_kind(documents, "Namespace"):
+        if namespace["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce") != "restricted":
+            yield f"{title(namespace)}: does not enforce Pod Security restricted"
+    for workload in workloads(documents):
+        yield from (f"{title(workload)}: {problem}" for problem in _pod_security_problems(pod(workload)))
+        for container in containers(workload):
+            yield from (f"{title(workload)}: {problem}" for problem in _container_security_problems(container))
+
+
+def _pod_security_problems(spec: Document) -> Iterator[str]:
+    context = spec.get("securityContext", {})
+    if not (context.get("runAsNonRoot") and context.get("runAsUser", 0) > 0):
+        yield "runs as root"
+    if context.get("seccompProfile") != {"type": "RuntimeDefault"}:
+        yield "has no seccomp profile"
+    # Kubernetes would add variables for each Service, SPECDEC_... for one named specdec: our programs refuse those
+    wrong = [name for name in ("automountServiceAccountToken", "enableServiceLinks") if spec.get(name) is not False]
+    yield from (f"{name} must be false" for name in wrong)
+    yield from (f"{name} is set" for name in ("hostNetwork", "hostPID", "hostIPC") if spec.get(name))
+    kinds = {kind for volume in spec.get("volumes", []) for kind in volume if kind != "name"}
+    if kinds - RESTRICTED_VOLUMES - {"secret"}:
+        yield f"has volumes of the kinds {sorted(kinds)}"
+
+
+def _container_security_problems(container: Document) -> Iterator[str]:
+    context = container.get("securityContext", {})
+    if context.get("allowPrivilegeEscalation") is not False or context.get("privileged"):
+        yield "may escalate its privileges"
+    if context.get("capabilities") != {"drop": ["ALL"]}:
+        yield "keeps capabilities"
+    if context.get("readOnlyRootFilesystem") is not True:
+        yield "may write to its image"
+    if any("hostPort" in port for port in container.get("ports", [])):
+        yield "has a hostPort"
+
+
+def redis_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Redis keeps what was committed, listens where it is declared, fits into its memory, and knows our commands."""
+    lines = (
+        line.split(maxsplit=1) for line in redis_configuration(documents).splitlines() if line[:1] not in ("", "#")
+    )
+    said = {name: value.strip() for name, value in lines}
+    container = containers(named(documents, "StatefulSet", "redis"))[0]
+    expected = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+    expected["port"] = str(container_ports(container)["redis"])
+    yield from (f"redis.conf: {name} is {said.get(name)}" for name in expected if said.get(name) != expected[name])
+    if said["dir"] not in [mount["mountPath"] for mount in container["volumeMounts"]]:
+        yield f"redis.conf: dir is {said['dir']}, which no volume keeps"
+    if 2 * quantity(said["maxmemory"]) > quantity(container["resources"]["limits"]["memory"]):
+        yield "redis.conf: maxmemory must leave half of the limit to the fork that rewrites the file"
+    missing = store_commands() - {word[1:] for word in said["user"].split() if word.startswith("+")}
+    yield from (f"redis.conf: the store uses {name}, which its user may not" for name in sorted(missing))
+
+
+def store_commands() -> set[str]:
+    """Return the commands that the coordinator's scripts call."""
+    scripts = "".join(path.read_text() for path in (REPOSITORY / "coordinator").glob("*.lua"))
+    return {name.lower() for name in re.findall(r"redis\.p?call\(\s*['\"](\w+)", scripts)}
+
+
+CHECKS = (
+    selector_problems,
+    reference_problems,
+    mount_problems,
+    port_problems,
+    probe_problems,
+    startup_problems,
+    settings_problems,
+    image_problems,
+    model_problems,
+    address_problems,
+    drain_problems,
+    disruption_problems,
+    gpu_problems,
+    resource_problems,
+    security_problems,
+    network_problems,
+    redis_problems,
+)
+
+
+def problems(documents: Sequence[Document]) -> list[str]:
+    """Return everything that is wrong with the documents; first what the schemas say, and then only that."""
+    found = [problem for version in VERSIONS for problem in schema_problems(documents, version)]
+    return found or [problem for check in CHECKS for problem in check(documents)]

@@ -1,0 +1,242 @@
+"""The deployment as data: rendered manifests, the Dockerfile that makes their images, and which program runs where."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+
+from specdec.serving.settings import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings, load
+
+REPOSITORY = Path(__file__).parents[2]
+OVERLAYS = REPOSITORY / "deploy/kubernetes/overlays"
+UNITS = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module that can be run: what configures it and what it serves."""
+
+    settings: type[ServiceSettings]
+    service: str
+
+
+PROGRAMS = {
+    "coordinator": Program(CoordinatorSettings, "specdec.v1.GenerationService"),
+    "draft_service": Program(DraftSettings, "specdec.v1.DraftService"),
+    "target_service": Program(TargetSettings, "specdec.v1.TargetService"),
+}
+
+
+def render(folder: Path) -> list[Document]:
+    """Return the documents of a kustomization. Raises AssertionError with what to do if that fails."""
+    kubectl = shutil.which("kubectl")
+    assert kubectl, "kubectl is not on PATH; install it: https://kubernetes.io/docs/tasks/tools (1.30 or newer)"
+    result = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"kubectl kustomize {folder}: {result.stderr}"
+    return list(yaml.safe_load_all(result.stdout))
+
+
+def of_kind(documents: Sequence[Document], *kinds: str) -> list[Document]:
+    """Return the documents of these kinds."""
+    return [document for document in documents if document["kind"] in kinds]
+
+
+def named(documents: Sequence[Document], kind: str, name: str) -> Document:
+    """Return one document. Raises KeyError."""
+    for document in of_kind(documents, kind):
+        if document["metadata"]["name"] == name:
+            return document
+    raise KeyError(f"{kind}/{name}")
+
+
+def title(document: Document) -> str:
+    """Return kind/name."""
+    return f"{document['kind']}/{document['metadata']['name']}"
+
+
+def workloads(documents: Sequence[Document]) -> list[Document]:
+    """Return what makes pods."""
+    return of_kind(documents, "Deployment", "StatefulSet", "DaemonSet", "Job")
+
+
+def pod(workload: Document) -> Document:
+    """Return the specification of a workload's pods."""
+    spec: Document = workload["spec"]["template"]["spec"]
+    return spec
+
+
+def pod_labels(workload: Document) -> dict[str, str]:
+    """Return the labels of a workload's pods."""
+    labels: dict[str, str] = workload["spec"]["template"]["metadata"]["labels"]
+    return labels
+
+
+def containers(workload: Document) -> list[Document]:
+    """Return all containers of a workload's pods."""
+    return [*pod(workload).get("initContainers", []), *pod(workload)["containers"]]
+
+
+def environment(container: Document, documents: Sequence[Document]) -> dict[str, str]:
+    """Return the variables that a container gets from the manifests."""
+    maps = {document["metadata"]["name"]: document.get("data", {}) for document in of_kind(documents, "ConfigMap")}
+    result: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        result |= maps.get(source["configMapRef"]["name"], {})
+    return result | {entry["name"]: entry["value"] for entry in container.get("env", [])}
+
+
+def container_ports(container: Document) -> dict[str, int]:
+    """Return a container's ports by name."""
+    return {port["name"]: port["containerPort"] for port in container.get("ports", [])}
+
+
+def probes(container: Document) -> dict[str, Document]:
+    """Return a container's probes by kind."""
+    kinds = ("startupProbe", "readinessProbe", "livenessProbe")
+    return {kind: container[kind] for kind in kinds if kind in container}
+
+
+def quantity(text: str) -> float:
+    """Return a Kubernetes quantity, or one of redis.conf, as a number."""
+    number = text.rstrip("KMGimkgb")
+    return float(number) * UNITS.get(text[len(number) :], 1)
+
+
+def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
+    """Tell whether a label selector matches; an empty one matches all."""
+    selector = selector or {}
+    wanted = selector.get("matchLabels", {}).items() <= labels.items()
+    return wanted and all(
+        labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", []) if _is_in(each)
+    )
+
+
+def _is_in(expression: Mapping[str, Any]) -> bool:
+    assert expression["operator"] == "In", f"these checks do not know the operator {expression['operator']}"
+    return True
+
+
+@dataclass
+class Stage:
+    """One stage of a Dockerfile: what it is built on, and its instructions."""
+
+    base: str
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+
+class Dockerfile:
+    """A Dockerfile's stages, as far as checks need to understand them."""
+
+    def __init__(self, text: str) -> None:
+        self.stages: dict[str, Stage] = {}
+        lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+        stage = Stage("")
+        for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+            keyword, rest = line.split(maxsplit=1)
+            if keyword == "FROM":
+                base, _, name = rest.split()
+                stage = self.stages[name] = Stage(base)
+            stage.instructions.append((keyword, rest))
+
+    def lineage(self, name: str) -> list[tuple[str, str]]:
+        """Return the instructions that make a stage's image, its bases' first."""
+        stage = self.stages.get(name)
+        return [*self.lineage(stage.base), *stage.instructions] if stage else []
+
+    def built_from(self, name: str) -> set[str]:
+        """Return every stage that an image takes anything from."""
+        if name not in self.stages:
+            return set()
+        copies = [rest for keyword, rest in self.stages[name].instructions if keyword == "COPY"]
+        inputs = {self.stages[name].base, *(source for rest in copies for source in re.findall(r"--from=(\S+)", rest))}
+        return {name}.union(*map(self.built_from, inputs))
+
+    def last(self, name: str, keyword: str) -> str:
+        """Return what the last such instruction of an image says."""
+        return next((rest for each, rest in reversed(self.lineage(name)) if each == keyword), "")
+
+    def entrypoint(self, name: str) -> list[str]:
+        """Return an image's command. Raises ValueError unless it is in exec form."""
+        command: list[str] = json.loads(self.last(name, "ENTRYPOINT"))
+        return command
+
+    def environment(self, name: str) -> dict[str, str]:
+        """Return the variables that an image sets."""
+        words = [word for keyword, rest in self.lineage(name) if keyword == "ENV" for word in shlex.split(rest)]
+        return dict(word.split("=", 1) for word in words)
+
+    def copies(self, name: str) -> Iterator[tuple[list[str], str]]:
+        """Yield (sources in the repository, destination) of what an image copies."""
+        for keyword, rest in self.lineage(name):
+            if keyword == "COPY" and "--from" not in rest:
+                *sources, destination = rest.split()
+                yield sources, destination
+
+
+def dockerfile() -> Dockerfile:
+    """Return deploy/Dockerfile."""
+    return Dockerfile((REPOSITORY / "deploy/Dockerfile").read_text())
+
+
+def stage_of(container: Document) -> str:
+    """Return the Dockerfile's stage that a container's image is built from; empty for images of others."""
+    name = container["image"].rsplit("/", 1)[-1].split(":")[0]
+    return name.removeprefix("specdec-") if name.startswith("specdec-") else ""
+
+
+def command(container: Document) -> list[str]:
+    """Return what a container runs: the manifest's command, or else its image's, and the manifest's arguments."""
+    stage = stage_of(container)
+    image = dockerfile().entrypoint(stage) if stage in dockerfile().stages else []
+    return [*container.get("command", image), *container.get("args", [])]
+
+
+def module_of(container: Document) -> str:
+    """Return the module that a container runs with python -m; empty if it does not."""
+    words = command(container)
+    return words[2] if words[:2] == ["python", "-m"] and len(words) > 2 else ""
+
+
+def has_main(container: Document) -> bool:
+    """Tell whether a container runs a program of this repository."""
+    module = module_of(container)
+    return module in PROGRAMS and (REPOSITORY / module / "__main__.py").exists()
+
+
+def programs(documents: Sequence[Document]) -> Iterator[tuple[Document, Document, Program]]:
+    """Yield (workload, container, program) for every container that runs one of ours."""
+    for workload in workloads(documents):
+        for container in containers(workload):
+            if module_of(container) in PROGRAMS:
+                yield workload, container, PROGRAMS[module_of(container)]
+
+
+def read_settings(program: Program, variables: Mapping[str, str], arguments: list[str]) -> ServiceSettings | str:
+    """Return the settings that a program reads from these, or what it says before it exits."""
+    said = io.StringIO()
+    with mock.patch.dict(os.environ, variables, clear=True), contextlib.redirect_stderr(said):
+        try:
+            return load(program.settings, "settings", arguments)
+        except SystemExit:
+            return said.getvalue().strip()
+
+
+def redis_configuration(documents: Sequence[Document]) -> str:
+    """Return redis.conf as the pod reads it."""
+    volumes = pod(named(documents, "StatefulSet", "redis"))["volumes"]
+    names = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+    text: str = named(documents, "ConfigMap", names[0])["data"]["redis.conf"]
+    return text

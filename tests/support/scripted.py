@@ -1,0 +1,120 @@
+"""A GenerationService that does what a test says: one act a call, then it breaks, repeats, contradicts or hangs."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from specdec import errors
+from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.v1 import generation_pb2 as pb
+from specdec.v1 import generation_pb2_grpc
+
+SESSION = "s-1"
+# what the session holds: each round's tokens, and the text of each token
+ROUNDS = [([1, 2], ["Once", " upon"]), ([3], [" a"]), ([4, 5, 6], [" time", " there", ""]), ([7], [" was."])]
+TEXT = "Once upon a time there was."
+TOKENS = (1, 2, 3, 4, 5, 6, 7)
+
+Send = Callable[..., Awaitable[None]]
+Act = Callable[[Any, Send, Any], Awaitable[None]]
+
+
+def digest_at(end: int) -> bytes:
+    return bytes([end]) * 16
+
+
+def chunk(begin: int, last: int | None = None, **changes: Any) -> dict[str, Any]:
+    """The fields of rounds `begin` to `last` in one chunk."""
+    rounds = ROUNDS[begin : (begin if last is None else last) + 1]
+    offset = sum(len(tokens) for tokens, _ in ROUNDS[:begin])
+    tokens = [token for ids, _ in rounds for token in ids]
+    pieces = [piece for _, texts in rounds for piece in texts]
+    fields: dict[str, Any] = {
+        "session_id": SESSION,
+        "offset": offset,
+        "tokens": tokens,
+        "text": "".join(pieces),
+        "origins": [pb.ORIGIN_ACCEPTED] * (len(tokens) - 1) + [pb.ORIGIN_BONUS],
+        "digest": digest_at(offset + len(tokens)),
+        "text_ends": [len("".join(pieces[: count + 1])) for count in range(len(pieces))],
+    }
+    if begin + len(rounds) == len(ROUNDS):
+        fields["finish"] = pb.Finish(
+            reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(num_prompt_tokens=3, num_completion_tokens=7),
+            statistics=pb.Statistics(
+                num_rounds=4, num_draft_tokens=6, num_accepted_tokens=3, num_tokens=7, total_s=2.0
+            ),
+        )
+    return fields | changes
+
+
+def sends(*chunks: dict[str, Any], then: errors.SpecdecError | grpc.StatusCode | None = None) -> Act:
+    """An act that sends these chunks, then ends the call: well, with an error of ours, or with a bare status."""
+
+    async def act(request: Any, send: Send, context: Any) -> None:
+        for fields in chunks:
+            await send(**fields)
+        if isinstance(then, errors.SpecdecError):
+            await context.abort_with_status(errors.to_status(then))
+        if then is not None:
+            await context.abort(then, "gone")
+
+    return act
+
+
+WHOLE = [chunk(number) for number in range(len(ROUNDS))]
+
+
+class Service(generation_pb2_grpc.GenerationServiceServicer):
+    """Plays one act a call and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.acts: list[Act] = []
+        self.asked: list[Any] = []
+
+    async def Generate(self, request: Any, context: Any) -> None:
+        await self._play(request, context, pb.GenerateResponse)
+
+    async def Resume(self, request: Any, context: Any) -> None:
+        await self._play(request, context, pb.ResumeResponse)
+
+    async def GetSession(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context)
+
+    async def CancelSession(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context)
+
+    async def GetModel(self, request: Any, context: Any) -> Any:
+        return await self._answer(request, context)
+
+    async def _play(self, request: Any, context: Any, kind: Any) -> None:
+        async def send(**fields: Any) -> None:
+            await context.write(kind(**fields))
+
+        self.asked.append(request)
+        await self.acts.pop(0)(request, send, context)
+
+    async def _answer(self, request: Any, context: Any) -> Any:
+        answers: list[Any] = []
+
+        async def send(answer: Any) -> None:
+            answers.append(answer)
+
+        self.asked.append(request)
+        await self.acts.pop(0)(request, send, context)
+        return answers[0]
+
+
+@asynccontextmanager
+async def served(service: Service) -> AsyncIterator[int]:
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)

@@ -1,0 +1,119 @@
+"""Prompt lookup: what it finds, that it forgets exactly, and that it holds no more than it may."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draft_service.drafters import Drafted, DraftRequest
+from draft_service.ngram import NgramDrafter, SuffixIndex
+from specdec.serving.session_stream import Session
+from specdec.types import SamplingParams
+
+texts = st.lists(st.integers(0, 3), max_size=40)
+
+
+def index_of(text: Sequence[int], shortest: int = 1, longest: int = 4) -> SuffixIndex:
+    """Return the index of a text."""
+    index = SuffixIndex(shortest, longest)
+    for token in text:
+        index.append(token)
+    return index
+
+
+def looked_up(text: Sequence[int], shortest: int, longest: int, count: int) -> list[int]:
+    """Draft by the definition: scan for the longest suffix, the latest occurrence first."""
+    for length in range(min(longest, len(text) - 1), shortest - 1, -1):
+        for begin in range(len(text) - length - 1, -1, -1):
+            if text[begin : begin + length] == text[len(text) - length :]:
+                grown = list(text)
+                for index in range(count):
+                    grown.append(grown[begin + length + index])
+                return grown[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([], []),
+        ([1], []),
+        ([1, 2, 3], []),
+        ([1, 1], [1, 1, 1]),
+        ([1, 2, 1], [2, 1, 2]),
+        ([1, 2, 3, 9, 8, 1, 2], [3, 9, 8]),  # a pair beats a single token
+        ([2, 7, 1, 2, 8, 1, 2, 9, 2], [9, 2, 9]),  # of equals the latest
+        ([1, 2, 3, 4, 5, 0, 2, 3, 4, 6, 1, 2, 3, 4], [5, 0, 2]),  # the longer, though earlier
+    ],
+)
+def test_cases(text: list[int], expected: list[int]) -> None:
+    assert index_of(text).continuation(3) == expected
+
+
+@settings(deadline=None)
+@given(texts, st.integers(1, 3), st.integers(0, 3), st.integers(0, 6))
+def test_it_finds_what_a_scan_finds(text: list[int], shortest: int, more: int, count: int) -> None:
+    index = index_of(text, shortest, shortest + more)
+    assert index.continuation(count) == looked_up(text, shortest, shortest + more, count)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), texts), max_size=6))
+def test_truncation_leaves_no_trace(edits: list[tuple[int, list[int]]]) -> None:
+    """After any truncations and appends the index is the one of its text."""
+    index, text = SuffixIndex(1, 4), []
+    for length, tokens in edits:
+        index.truncate(length)
+        text = [*text[:length], *tokens]
+        for token in tokens:
+            index.append(token)
+        assert list(index.tokens) == text
+        assert index._latest == index_of(text)._latest
+        assert index.continuation(5) == looked_up(text, 1, 4, 5)
+
+
+async def ask(drafter: NgramDrafter, name: str, start: int, tokens: Sequence[int], count: int = 3) -> Drafted:
+    """Play one round."""
+    return await drafter.propose(
+        Session(name, 1, SamplingParams(seed=1), 0), DraftRequest(start, tokens, count), match=False
+    )
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 3), min_size=1, max_size=12)), max_size=6))
+async def test_rounds_see_only_the_text(rounds: list[tuple[int, list[int]]]) -> None:
+    drafter, text = NgramDrafter(1, 4), []
+    for anywhere, tokens in rounds:
+        start = anywhere % (len(text) + 2)  # at times more than it holds
+        drafted = await ask(drafter, "s", start, tokens)
+        if start > len(text):
+            assert (drafted.cached_len, drafted.proposal.tokens) == (len(text), ())
+            continue
+        text = [*text[:start], *tokens]
+        assert drafted.cached_len == len(text)
+        assert list(drafted.proposal.tokens) == looked_up(text, 1, 4, 3)
+
+
+async def test_a_long_text_is_taken_in_pieces() -> None:
+    """Longer than a piece of work, and every piece counts."""
+    text = [token * token % 1009 for token in range(5000)]
+    drafted = await ask(NgramDrafter(1, 4), "s", 0, text)
+    assert list(drafted.proposal.tokens) == index_of(text).continuation(3)
+
+
+async def test_sessions_know_nothing_of_one_another_and_close_frees() -> None:
+    drafter = NgramDrafter(1, 4)
+    await ask(drafter, "a", 0, [1, 2, 3])
+    assert (await ask(drafter, "b", 0, [1])).proposal.tokens == ()
+    drafter.forget(Session("a", 1, SamplingParams(seed=1), 0))
+    assert (await ask(drafter, "a", 3, [1])).cached_len == 0
+
+
+async def test_the_least_recently_used_text_goes_first() -> None:
+    drafter = NgramDrafter(1, 4, max_held_tokens=1000)
+    for name in ("a", "b", "a", "c"):
+        await ask(drafter, name, 0, list(range(400)))
+    assert (await ask(drafter, "b", 400, [1])).cached_len == 0, "forgotten"
+    assert (await ask(drafter, "a", 400, [1])).cached_len == 401
+    assert (await ask(drafter, "d", 0, list(range(5000)))).cached_len == 5000, "the last one always stays"

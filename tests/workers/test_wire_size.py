@@ -1,0 +1,52 @@
+"""A round costs kilobytes on the wire, whatever the vocabulary: measured on serialised messages."""
+
+import pytest
+import torch
+
+from specdec.exact import codec
+from specdec.exact.sampling import draw, sparse_distributions
+from specdec.exact.values import Scores, TargetDistribution
+from specdec.serving.settings import DraftSettings
+from specdec.v1 import draft_pb2, target_pb2, types_pb2
+
+VOCAB_SIZE = 152_064
+NUM_DRAFT_TOKENS = 5
+MOST_BYTES = 8_000
+SETTINGS = DraftSettings(drafters="ngram")
+
+
+def round_bytes(logits: torch.Tensor) -> dict[str, int]:
+    """Return the size of each message of one round, for draft logits [K, V]."""
+    rows = sparse_distributions(logits.softmax(-1), SETTINGS.support_mass, SETTINGS.support_max)
+    tokens = [draw(row, 0.5) for row in rows]
+    committed = [VOCAB_SIZE - 1] * (NUM_DRAFT_TOKENS + 1)
+    timing = types_pb2.Timing(queue_s=0.1, forward_s=0.1, total_s=0.1)
+    answers = [TargetDistribution(row.probs, 0.1, VOCAB_SIZE - 1) for row in rows] + [
+        TargetDistribution((), 1.0, VOCAB_SIZE - 1)
+    ]
+    scores = codec.scores_to_proto(Scores(tuple(answers)))
+    scores.cached_len = 100_000
+    scores.timing.CopyFrom(timing)
+    scores.load.CopyFrom(types_pb2.Load(num_waiting=100, num_running=100, kv_cache_usage=0.5))
+    supports = codec.distributions_to_proto(rows, with_probs=False)
+    propose = draft_pb2.Propose(start=100_000, tokens=committed, num_draft_tokens=NUM_DRAFT_TOKENS)
+    score = target_pb2.Score(start=100_000, tokens=committed, draft_tokens=tokens, supports=supports)
+    messages = {
+        "ProposeRequest": draft_pb2.ProposeRequest(propose=propose),
+        "ProposeResponse": draft_pb2.ProposeResponse(
+            tokens=tokens, distributions=codec.distributions_to_proto(rows), cached_len=100_000, timing=timing
+        ),
+        "ScoreRequest": target_pb2.ScoreRequest(score=score),
+        "ScoreResponse": scores,
+    }
+    return {name: message.ByteSize() for name, message in messages.items()}
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0, 10.0])
+def test_a_round_of_kilobytes(scale: float) -> None:
+    """From uniform rows, where every support is as large as it may be, to nearly one-hot ones."""
+    logits = scale * torch.randn(NUM_DRAFT_TOKENS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    sizes = round_bytes(logits)
+    print(f"scale {scale}: {sum(sizes.values())} bytes a round: {sizes}")
+    assert 0 < sum(sizes.values()) < MOST_BYTES
+    assert sum(sizes.values()) < 4 * VOCAB_SIZE * NUM_DRAFT_TOKENS / 100, "sparse rows must be worth it"
