@@ -1,8 +1,8 @@
 """GenerationService: decode, call, encode."""
 
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import grpc
 
@@ -23,7 +23,8 @@ _STATUS = {
     Status.FINISHED: pb.SESSION_STATUS_FINISHED,
     Status.CANCELLED: pb.SESSION_STATUS_CANCELLED,
 }
-ResponseT = TypeVar("ResponseT", pb.GenerateResponse, pb.ResumeResponse)
+
+Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -38,14 +39,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         with _Request("Generate") as record:
             plan = await self._coordinator.begin(request)
             record.session_id = plan.session_id
-            await self._stream(plan.session_id, 0, b"", pb.GenerateResponse, context, record)
+            await self._stream(plan.session_id, 0, b"", context.write, record)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from where the client is."""
         with _Request("Resume") as record:
             record.session_id = _known_session(request.session_id)
-            position = request.offset, request.digest
-            await self._stream(request.session_id, *position, pb.ResumeResponse, context, record)
+
+            async def write(chunk: pb.GenerateResponse) -> None:
+                await context.write(pb.ResumeResponse(chunk=chunk))
+
+            await self._stream(request.session_id, request.offset, request.digest, write, record)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
@@ -84,12 +88,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_draft_tokens=MAX_DRAFT_TOKENS,
             )
 
-    async def _stream(
-        self, session_id: str, offset: int, digest: bytes, kind: Callable[..., Any], context: Any, record: "_Request"
-    ) -> None:
+    async def _stream(self, session_id: str, offset: int, digest: bytes, write: Write, record: "_Request") -> None:
         async with self._coordinator.running.attach(session_id, lambda: self._coordinator.revive(session_id)) as live:
             async for chunk, last in live.follow(offset, digest):
-                await context.write(chunk_to_proto(kind, live, chunk, last))
+                await write(chunk_to_proto(live, chunk, last))
                 record.wrote(chunk, last)
             record.statistics = live.statistics
 
@@ -100,15 +102,15 @@ def _known_session(session_id: str) -> str:
     return session_id
 
 
-def chunk_to_proto(kind: Callable[..., ResponseT], live: RunningGeneration, chunk: Chunk, last: bool) -> ResponseT:
+def chunk_to_proto(live: RunningGeneration, chunk: Chunk, last: bool) -> pb.GenerateResponse:
     """Convert; the last chunk says how the session ended."""
     logprobs = [entry for emitted in chunk.emitted for entry in _logprobs_to_proto(emitted)]
-    return kind(
+    return pb.GenerateResponse(
         session_id=live.session_id,
         offset=chunk.offset,
         tokens=[emitted.token for emitted in chunk.emitted],
         text=chunk.text,
-        origins=[emitted.origin.value for emitted in chunk.emitted],
+        origins=[pb.TokenOrigin.ValueType(emitted.origin.value) for emitted in chunk.emitted],
         digest=chunk.digest,
         finish=finish_to_proto(live.generation, live.statistics) if last else None,
         logprobs=logprobs,

@@ -204,7 +204,7 @@ class Client:
             call = self._call(request, seen, patience.left_s)
             try:
                 async for message in call:
-                    chunk = seen.admit(chunk_from_proto(message))
+                    chunk = seen.admit(chunk_from_proto(_chunk_of(message)))
                     if chunk:
                         patience.renew()
                         yield chunk
@@ -287,6 +287,12 @@ class _RetryPolicy:
         what = f"no end within {self._timeout_s:g} s" if late else f"no specdec answers on {self._address}"
         rest = f"; session {seen.session_id} can be resumed from token {seen.end}" if seen and seen.session_id else ""
         return Unavailable(what + rest)
+
+
+def _chunk_of(
+    message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse,
+) -> generation_pb2.GenerateResponse:
+    return message.chunk if isinstance(message, generation_pb2.ResumeResponse) else message
 
 
 def _from_server(error: grpc.aio.AioRpcError | None) -> bool:

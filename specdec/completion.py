@@ -175,8 +175,8 @@ class Transcript:
             raise DataLoss(f"{where} again with other tokens; the store holds another text than was shown")
 
 
-def chunk_from_proto(message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse) -> Chunk:
-    """Convert; both messages are the same, field for field. Raises Mismatch for what this version cannot read."""
+def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:
+    """Convert. Raises Mismatch for what this version cannot read."""
     if not len(message.tokens) == len(message.origins) == len(message.text_ends):
         raise Mismatch("the server sent a chunk whose lists contradict each other; update client or server")
     try:
@@ -187,7 +187,7 @@ def chunk_from_proto(message: generation_pb2.GenerateResponse | generation_pb2.R
         ) from error
 
 
-def _chunk(message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse) -> Chunk:
+def _chunk(message: generation_pb2.GenerateResponse) -> Chunk:
     return Chunk(
         session_id=message.session_id,
         offset=message.offset,

@@ -125,7 +125,7 @@ MUTANTS = {
     "a field's type": ("messages", "GenerateResponse", "offset", "2 uint64"),
     "a field's presence": ("messages", "SamplingParams", "temperature", "1 float"),
     "a field that left its oneof": ("messages", "GenerateRequest", "text", "2 string"),
-    "an enum's value": ("enums", "TokenOrigin", "ORIGIN_ACCEPTED", 2),
+    "an enum's value": ("enums", "TokenOrigin", "TOKEN_ORIGIN_ACCEPTED", 2),
     "a stream": ("services", "GenerationService", "Generate", "GenerateRequest -> GenerateResponse"),
 }
 
