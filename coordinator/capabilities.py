@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 
-from coordinator.draft import DraftWorkers
+from coordinator.draft import DraftWorkers, OfferedDrafter
 from coordinator.target import TargetWorkers
 from specdec.errors import InvalidArgument, Mismatch, SpecdecError, Unavailable
 from specdec.serving.telemetry import get_logger
@@ -20,7 +20,7 @@ class WorkerCapabilities:
         self._target_workers, self._draft_workers = target, draft
         self._fingerprint = tokenizer_fingerprint
         self._target: ModelInfo | None = None
-        self._known: Mapping[str, ModelInfo] = {}  # drafters, also those that do not answer now
+        self._known: Mapping[str, OfferedDrafter] = {}  # drafters, also those that do not answer now
         self._answering = False
 
     @property
@@ -38,8 +38,8 @@ class WorkerCapabilities:
         """The drafters that answer now."""
         return tuple(self._known) if self._answering else ()
 
-    def drafter(self, name: str | None) -> tuple[str, ModelInfo | None]:
-        """Return a drafter, by default the first on offer, and its model; None while no draft worker was heard of.
+    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
+        """Return a drafter's name, by default the first on offer, and what is offered; None before a draft worker answered.
 
         Raises InvalidArgument for a name that is not on offer, Mismatch if its tokenizer is not the target's.
         """
@@ -48,11 +48,12 @@ class WorkerCapabilities:
         chosen = name or next(iter(self._known))
         if chosen not in self._known:
             raise InvalidArgument({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._known)}"})
-        model = self._known[chosen]
+        offered = self._known[chosen]
+        model = offered.model
         if model.tokenizer_fingerprint not in ("", self.target.tokenizer_fingerprint):
             remedy = "serve a draft of the target's family, or set num_draft_tokens to 0"
             raise Mismatch(f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}")
-        return chosen, model
+        return chosen, offered
 
     async def ready(self) -> None:
         """Return once the target answered, and the draft workers had one chance to."""

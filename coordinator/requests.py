@@ -32,11 +32,10 @@ class Plan:
 
     def stored(self) -> bytes:
         """Return what the store keeps beside the tokens."""
-        request = generation_pb2.GenerateRequest(sampling=messages.sampling_to_proto(self.sampling))
-        if self.speculation.num_draft_tokens is not None:
-            request.speculation.num_draft_tokens = self.speculation.num_draft_tokens
-        if self.speculation.drafter:
-            request.speculation.drafter = self.speculation.drafter
+        request = generation_pb2.GenerateRequest(
+            sampling=messages.sampling_to_proto(self.sampling),
+            speculation=messages.speculation_to_proto(self.speculation),
+        )
         return request.SerializeToString()
 
 

@@ -12,23 +12,30 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator import metrics
+from coordinator.acceptance import AcceptanceRule
 from coordinator.draft import NoDrafter, SessionDrafter
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Chunk, Generation, Round
-from coordinator.rounds import run_rounds
+from coordinator.rounds import RoundParts, run_rounds
 from coordinator.sessions import Session, SessionCancelled, SessionStore
-from coordinator.target import Scorer
+from coordinator.target import SessionScorer
 from specdec.errors import DataLoss, Overloaded, Unavailable
 from specdec.types import FinishReason, Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandles:
-    """The workers' ends that one session uses, and how it chooses K."""
+    """A session's streams to its workers, and what its rounds are played with."""
 
-    scorer: Scorer
+    scorer: SessionScorer
     drafter: SessionDrafter | NoDrafter
+    rule: AcceptanceRule
     draft_length: DraftLength
+
+    @property
+    def parts(self) -> RoundParts:
+        """What the rounds need of them."""
+        return RoundParts(self.drafter, self.scorer, self.rule, self.draft_length)
 
 
 class RunningGeneration:
@@ -52,9 +59,9 @@ class RunningGeneration:
         """Sums over what is committed."""
         return self._published
 
-    def start(self, team: WorkerHandles) -> None:
+    def start(self, handles: WorkerHandles) -> None:
         """Begin to play rounds."""
-        self._task = asyncio.create_task(self._run(team), name=f"generation {self.session_id}")
+        self._task = asyncio.create_task(self._run(handles), name=f"generation {self.session_id}")
 
     async def stop(self) -> None:
         """End the rounds; the one that is being committed still is."""
@@ -97,12 +104,12 @@ class RunningGeneration:
         if self._num_published == offset and not self._is_complete and self._error:
             raise self._error
 
-    async def _run(self, team: WorkerHandles) -> None:
+    async def _run(self, handles: WorkerHandles) -> None:
         try:
-            await run_rounds(self.generation, team.drafter, team.scorer, team.draft_length, self._publish)
-            await asyncio.gather(team.scorer.close(), team.drafter.close())
+            await run_rounds(self.generation, handles.parts, self._publish)
+            await asyncio.gather(handles.scorer.close(), handles.drafter.close())
         except SessionCancelled:
-            await asyncio.gather(team.scorer.close(), team.drafter.close())
+            await asyncio.gather(handles.scorer.close(), handles.drafter.close())
             await self._cut(FinishReason.CANCELLED)
         except asyncio.CancelledError:
             await self._fail(Unavailable("this coordinator has stopped the session's rounds; resume it"))
@@ -110,8 +117,8 @@ class RunningGeneration:
         except Exception as error:
             await self._fail(error)
         finally:
-            team.scorer.drop()
-            team.drafter.drop()
+            handles.scorer.abandon()
+            handles.drafter.abandon()
 
     async def _publish(self, played: Round) -> None:
         begin = time.perf_counter()

@@ -4,8 +4,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from coordinator import metrics, requests
+from coordinator.acceptance import RULES
 from coordinator.capabilities import WorkerCapabilities
-from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter
+from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, OfferedDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
 from coordinator.generation import Generation, chain
 from coordinator.requests import Plan, Prompts
@@ -16,8 +17,10 @@ from coordinator.target import TargetWorkers
 from coordinator.text import StreamDetokenizer
 from specdec.errors import SpecdecError
 from specdec.serving.telemetry import get_logger
-from specdec.types import ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import AcceptanceRuleName, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
+
+MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +71,27 @@ class Coordinator:
         self, session: Session, sampling: SamplingParams, speculation: SpeculationParams
     ) -> WorkerHandles:
         worker_session = WorkerSession(session.session_id, session.epoch, sampling, len(session.prompt))
-        scorer = self.target_workers.open(worker_session, self.models.target.vocab_size)
+        vocab_size = self.models.target.vocab_size
+        rule = RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN]
         if self.draft_workers is None or speculation.num_draft_tokens == 0:
-            return WorkerHandles(scorer, NoDrafter(), DraftLength(self.costs[""], self.max_draft_tokens, fixed=0))
-        name, model = self.models.drafter(speculation.drafter)
-        drafter = self._drafter(self.draft_workers, worker_session, name, model)
-        costs = self.costs[name if model else ""]  # a name that no worker has confirmed is anybody's invention
-        return WorkerHandles(scorer, drafter, DraftLength(costs, self.max_draft_tokens, speculation.num_draft_tokens))
+            scorer = self.target_workers.open(worker_session, vocab_size)
+            draft_length = DraftLength(self.costs[""], self.max_draft_tokens, fixed=0)
+            return WorkerHandles(scorer, NoDrafter(), rule, draft_length)
+        name, offered = self.models.drafter(speculation.drafter)
+        scorer = self.target_workers.open(worker_session, vocab_size, offered.observations if offered else None)
+        drafter = self._drafter(self.draft_workers, worker_session, name, offered)
+        costs = self.costs[name if offered else ""]  # a name that no worker has confirmed must not make an entry
+        draft_length = DraftLength(costs, self.max_draft_tokens, speculation.num_draft_tokens)
+        return WorkerHandles(scorer, drafter, rule, draft_length)
 
     def _drafter(
-        self, workers: DraftWorkers, session: WorkerSession, name: str, model: ModelInfo | None
+        self, workers: DraftWorkers, session: WorkerSession, name: str, offered: OfferedDrafter | None
     ) -> SessionDrafter:
-        limits = DraftLimits(self.models.target.vocab_size, model.context_length if model else 0)
+        limits = DraftLimits(
+            self.models.target.vocab_size,
+            offered.model.context_length if offered else 0,
+            MAX_PENDING_OBSERVATIONS if offered and offered.observations else 0,
+        )
 
         def note(error: SpecdecError) -> None:
             metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()

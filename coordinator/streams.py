@@ -67,32 +67,36 @@ class WorkerStream(Generic[ReplyT]):
             async with asyncio.timeout(self._timeout_s):
                 return await self._ask(committed, message)
         except TimeoutError:
-            self.drop()
+            self.abandon()
             raise Unavailable(f"a worker did not answer within {self._timeout_s:g} s") from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             ending = await self._ending()
-            self.drop()
+            self.abandon()
             raise ending from error
         except BaseException:
-            self.drop()
+            self.abandon()
             raise
 
     async def _ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
         if self._stream is None:
             self._stream = self._call(metadata=self._metadata)
             await self._stream.write(self._opening)
+        num_misses = 0
         while True:
-            # the last committed token is always sent: a row needs a token to follow
+            # the last committed token is always sent: a distribution needs a token to follow
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
             await self._stream.write(message(start, committed[start:]))
             reply = await self._stream.read()
             if reply is grpc.aio.EOF:
                 raise asyncio.InvalidStateError("the worker ended the stream")
+            if reply is None:
+                raise Unavailable("a worker's answer is not a valid message")
             if reply.cached_len >= start:
                 self._held = min(reply.cached_len, len(committed))
                 return reply  # type: ignore[no-any-return]
-            self._held = reply.cached_len
+            self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
+            num_misses += 1
 
     async def _ending(self) -> SpecdecError:
         """Return why the stream ended; what a write or a read raises on a stream that ends is not the reason."""
@@ -107,12 +111,7 @@ class WorkerStream(Generic[ReplyT]):
             return Unavailable(LOST_STREAM)
         return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Note that the worker's first `num_tokens` tokens are committed now, of the `cached_len` that it holds."""
-        if self._stream is not None:
-            self._held = min(num_tokens, cached_len)
-
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Forget the stream; the worker keeps its cache for whoever comes back."""
         if self._stream is not None:
             self._stream.cancel()
@@ -129,7 +128,7 @@ class WorkerStream(Generic[ReplyT]):
                 await self._stream.read()
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
             pass  # the worker is gone, and its cache with it
-        self.drop()
+        self.abandon()
 
 
 async def answered(call: Awaitable[Any]) -> Any:

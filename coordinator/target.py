@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import grpc
 
+from coordinator.rounds import Scored
 from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
 from specdec import messages
 from specdec.errors import Overloaded, Unavailable
@@ -16,16 +16,6 @@ from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
 RETRY_S = 0.1  # between attempts at a target worker that is not there
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The target's answer and how long it took, as the coordinator saw it."""
-
-    scores: Scores
-    cached_len: int
-    elapsed_s: float
-    num_fed: int = 1  # committed tokens that the worker had to read first
 
 
 class TargetWorkers:
@@ -41,17 +31,21 @@ class TargetWorkers:
         reply = await answered(self._stub.GetTarget(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
         return messages.model_from_proto(reply.model)
 
-    def open(self, session: WorkerSession, vocab_size: int) -> "Scorer":
+    def open(
+        self, session: WorkerSession, vocab_size: int, observations: types_pb2.ObservationRequest | None = None
+    ) -> "SessionScorer":
         """Return a session's scorer; its stream opens with the first round."""
-        opening = target_pb2.ScoreRequest(open=target_pb2.OpenTarget(session=session.opening()))
+        opening = target_pb2.ScoreRequest(
+            open=target_pb2.OpenTarget(session=session.opening(), observations=observations)
+        )
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())
         stream: WorkerStream[target_pb2.ScoreResponse] = WorkerStream(
             self._stub.Score, session.session_id, opening, closing, self._timeout_s
         )
-        return Scorer(stream, vocab_size, session.sampling.num_logprobs is not None, self._patience_s)
+        return SessionScorer(stream, vocab_size, session.sampling.num_logprobs is not None, self._patience_s)
 
 
-class Scorer:
+class SessionScorer:
     """Scores one session's proposals; waits for a target worker to be back, for as long as the session has patience."""
 
     def __init__(
@@ -66,7 +60,7 @@ class Scorer:
         self._patience_s = patience_s
 
     async def score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
-        """Return K + 1 rows. Repeating a call is harmless: the same message has the same answer."""
+        """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
@@ -82,11 +76,8 @@ class Scorer:
                     raise Unavailable(message, error.retry_after_s) from error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
-        supports = codec.distributions_to_proto(proposal.rows, with_probs=False)
-
         def message(start: int, tokens: Sequence[int]) -> target_pb2.ScoreRequest:
-            score = target_pb2.Score(start=start, tokens=tokens, draft_tokens=proposal.tokens, supports=supports)
-            return target_pb2.ScoreRequest(score=score)
+            return target_pb2.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal))
 
         begin = time.perf_counter()
         reply = await self._stream.ask(committed, message)
@@ -94,19 +85,29 @@ class Scorer:
             scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
             if bool(scores.logprobs) != self._wants_logprobs:
                 raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
+            _check_observations(scores, len(committed), len(proposal))
         except (codec.MalformedReply, ValueError) as error:
-            self._stream.drop()
+            self._stream.abandon()
             raise Unavailable(f"a target worker answered against the contract: {error}") from error
-        return Scored(scores, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
-
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Note how much of what the worker holds is committed now."""
-        self._stream.keep(num_tokens, cached_len)
+        num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
+        return Scored(scores, time.perf_counter() - begin, self._stream.num_fed, num_sessions)
 
     async def close(self) -> None:
         """End the session at the worker."""
         await self._stream.close()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Leave the worker its cache, for whoever resumes the session."""
-        self._stream.drop()
+        self._stream.abandon()
+
+
+def _check_observations(scores: Scores, committed_length: int, num_draft_tokens: int) -> None:
+    """Raise MalformedReply unless they end with the last committed token and the draft tokens."""
+    observations = scores.observations
+    if observations is None:
+        return
+    if len(observations) <= num_draft_tokens or observations.end != committed_length + num_draft_tokens:
+        raise codec.MalformedReply(
+            f"observations of tokens {observations.start} to {observations.end}, "
+            f"where {committed_length} are committed and {num_draft_tokens} drafted"
+        )

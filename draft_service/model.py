@@ -60,7 +60,7 @@ class ProposeTask(Task[Proposal]):
 
     def prepare(self) -> None:
         """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""
-        self.drawn, self.rows = list(self._begun.tokens), list(self._begun.rows)
+        self.drawn, self.rows = list(self._begun.tokens), list(self._begun.distributions)
         tokens, match = [*self.ask.tokens, *self.drawn], self._match or bool(self.drawn)
         self.tokens = self._held.resume(self.sequence, self.start, tokens, self.num_rows, match)
         if not self.tokens:
@@ -183,7 +183,7 @@ class ModelDrafter:
             return NOTHING
         hit = ahead.answers(session, ask)
         count_ahead(hit)
-        tokens, rows = ahead.proposal.tokens, ahead.proposal.rows
+        tokens, rows = ahead.proposal.tokens, ahead.proposal.distributions
         return Proposal(tokens[: ask.num_draft_tokens], rows[: ask.num_draft_tokens]) if hit else NOTHING
 
     def go_ahead(self, session: Session, ask: DraftRequest, proposal: Proposal) -> None:

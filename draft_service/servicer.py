@@ -71,12 +71,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 
 def _packed(drafted: Drafted) -> draft_pb2.ProposeResponse:
-    return draft_pb2.ProposeResponse(
-        tokens=drafted.proposal.tokens,
-        distributions=codec.distributions_to_proto(drafted.proposal.rows),
-        cached_len=drafted.cached_len,
-        timing=codec.timing_to_proto(drafted.timing),
-    )
+    response = codec.proposal_to_proto(drafted.proposal)
+    response.cached_len = drafted.cached_len
+    response.timing.CopyFrom(codec.timing_to_proto(drafted.timing))
+    return response
 
 
 def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:

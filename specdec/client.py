@@ -32,9 +32,9 @@ from specdec.completion import (
     session_from_proto,
 )
 from specdec.errors import Fenced, InvalidArgument, Mismatch, Overloaded, SpecdecError, Unavailable, from_rpc_error
-from specdec.messages import sampling_to_proto
+from specdec.messages import sampling_to_proto, speculation_to_proto
 from specdec.types import FinishReason, SamplingParams, SpeculationParams, Statistics, TokenLogprobs, TokenOrigin
-from specdec.v1 import generation_pb2, generation_pb2_grpc, types_pb2
+from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 __all__ = [
     "Chunk",
@@ -319,9 +319,7 @@ def _request(
             request.sampling.CopyFrom(sampling_to_proto(sampling))
     with _naming("speculation"):
         if speculation:
-            request.speculation.CopyFrom(
-                types_pb2.SpeculationParams(num_draft_tokens=speculation.num_draft_tokens, drafter=speculation.drafter)
-            )
+            request.speculation.CopyFrom(speculation_to_proto(speculation))
     return request
 
 

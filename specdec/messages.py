@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from specdec.errors import InvalidArgument
-from specdec.types import MAX_DRAFT_TOKENS, ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import types_pb2
 
 MAX_STOP_STRINGS = 16
@@ -125,7 +125,21 @@ def speculation_from_proto(message: types_pb2.SpeculationParams) -> SpeculationP
     if count is not None and count > MAX_DRAFT_TOKENS:
         problem = f"is {count}; give 0 (plain decoding) to {MAX_DRAFT_TOKENS}, or leave it unset (automatic)"
         raise InvalidArgument({"speculation.num_draft_tokens": problem})
-    return SpeculationParams(count, message.drafter or None)
+    rules = {0: None, **{rule.value: rule for rule in AcceptanceRuleName}}
+    if message.acceptance_rule not in rules:
+        problem = f"is {message.acceptance_rule}, which this service does not know; leave it unset"
+        raise InvalidArgument({"speculation.acceptance_rule": problem})
+    return SpeculationParams(count, message.drafter or None, rules[message.acceptance_rule])
+
+
+def speculation_to_proto(params: SpeculationParams) -> types_pb2.SpeculationParams:
+    """Convert; what is None stays unset."""
+    rule = params.acceptance_rule.value if params.acceptance_rule else 0
+    return types_pb2.SpeculationParams(
+        num_draft_tokens=params.num_draft_tokens,
+        drafter=params.drafter,
+        acceptance_rule=types_pb2.AcceptanceRule.ValueType(rule),
+    )
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
@@ -144,6 +158,9 @@ def model_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
         dtype=info.dtype,
         device=info.device,
         eos_token_ids=info.eos_token_ids,
+        fingerprint=info.fingerprint,
+        num_layers=info.num_layers,
+        hidden_size=info.hidden_size,
     )
 
 
@@ -157,4 +174,7 @@ def model_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         dtype=message.dtype,
         device=message.device,
         eos_token_ids=tuple(message.eos_token_ids),
+        fingerprint=message.fingerprint,
+        num_layers=message.num_layers,
+        hidden_size=message.hidden_size,
     )

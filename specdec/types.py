@@ -36,12 +36,20 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class AcceptanceRuleName(Enum):
+    """The rules that accept draft tokens; the values are those of specdec.v1.AcceptanceRule."""
+
+    TOKEN = 1  # each draft token is tested by itself (Leviathan et al. 2023)
+    BLOCK = 2  # the draft is tested as a block (Sun et al. 2024)
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
-    """How a session is speculated; None is automatic."""
+    """Speculative decoding options; None is automatic."""
 
     num_draft_tokens: int | None = None
     drafter: str | None = None
+    acceptance_rule: AcceptanceRuleName | None = None
 
 
 class TokenOrigin(Enum):
@@ -63,6 +71,9 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""  # of everything that the output depends on
+    num_layers: int = 0
+    hidden_size: int = 0
 
 
 class FinishReason(Enum):
