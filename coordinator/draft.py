@@ -9,7 +9,7 @@ import grpc
 from coordinator.rounds import Drafted
 from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
 from specdec import messages
-from specdec.errors import Fenced, InvalidArgument, SpecdecError, Unavailable
+from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
 from specdec.exact.values import Observations, Proposal
 from specdec.types import ModelInfo
@@ -43,7 +43,7 @@ class DraftWorkers:
         self._timeout_s = timeout_s
 
     async def describe(self) -> Mapping[str, OfferedDrafter]:
-        """Return the drafters on offer, the default first. Raises Unavailable while no worker answers."""
+        """Return the drafters on offer, the default first. Raises UnavailableError while no worker answers."""
         request = draft_pb2.GetDraftRequest()
         reply = await answered(self._stub.GetDraft(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
         return {drafter.name: _offered(drafter) for drafter in reply.drafters}
@@ -116,7 +116,7 @@ class SessionDrafter:
             return Drafted(elapsed_s=time.perf_counter() - begin)
         except Exception as error:
             self._stream.abandon()
-            self._fail(Unavailable(f"a draft worker's stream broke: {type(error).__name__}"))
+            self._fail(UnavailableError(f"a draft worker's stream broke: {type(error).__name__}"))
             return Drafted(elapsed_s=time.perf_counter() - begin)
         self._pause_s = PAUSE_S[0]
         self._observations = None
@@ -136,11 +136,11 @@ class SessionDrafter:
             return codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
         except (codec.MalformedReply, ValueError) as error:
             self._stream.abandon()
-            raise Unavailable(f"a draft worker answered against the contract: {error}") from error
+            raise UnavailableError(f"a draft worker answered against the contract: {error}") from error
 
     def _fail(self, error: SpecdecError) -> None:
         """Do without for a while; what the worker refuses outright it will refuse again, so wait longest then."""
-        if isinstance(error, InvalidArgument | Fenced):
+        if isinstance(error, InvalidArgumentError | FencedError):
             self._pause_s = PAUSE_S[1]
         self._ask_again_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, PAUSE_S[1])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
 from specdec.exact.tree import chain_parents
 from specdec.exact.values import (
@@ -155,7 +155,7 @@ def test_openings_that_lack_something(change: dict[str, Any]) -> None:
         message.ClearField(field)
         if field == "sampling":
             message.sampling.CopyFrom(value)
-    with pytest.raises(InvalidArgument, match=r"needs a session_id|need the resolved"):
+    with pytest.raises(InvalidArgumentError, match=r"needs a session_id|need the resolved"):
         session_stream.check_open(message, VOCAB_SIZE)
 
 
