@@ -25,7 +25,7 @@ class WorkerCapabilities:
 
     @property
     def target(self) -> ModelInfo:
-        """The target model. Raises UnavailableError before it was heard of, ModelMismatchError if it has another tokenizer."""
+        """The target model. Raises UnavailableError before one answered, ModelMismatchError for another tokenizer."""
         if self._target is None:
             raise UnavailableError("no target worker has answered yet; try again soon")
         if self._target.tokenizer_fingerprint != self._fingerprint:
@@ -39,9 +39,9 @@ class WorkerCapabilities:
         return tuple(self._known) if self._answering else ()
 
     def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
-        """Return a drafter's name, by default the first on offer, and what is offered; None before a draft worker answered.
+        """Return a drafter's name, by default the first on offer, and the offer; None before a draft worker answered.
 
-        Raises InvalidArgumentError for a name that is not on offer, ModelMismatchError if its tokenizer is not the target's.
+        Raises InvalidArgumentError for a name that is not on offer, ModelMismatchError for another tokenizer.
         """
         if not self._known:
             return name or "", None

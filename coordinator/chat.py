@@ -42,7 +42,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Return the prompt, ready for the assistant's answer. Raises InvalidArgumentError for what the template refuses."""
+        """Return the prompt, ready for the answer. Raises InvalidArgumentError if the template refuses it."""
         entries = [{"role": role, "content": content} for role, content in messages]
         try:
             # templates ask `tools is not none`: what is not given is None, as in transformers

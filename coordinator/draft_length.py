@@ -68,8 +68,8 @@ class Costs:
     """The cost of rounds with one drafter in seconds, learned over all sessions of a coordinator.
 
     Scoring costs are kept apart by the target worker's load (in powers of two of its sessions), so that a change of
-    load changes the choice at once. The cost of drafting is forgotten while no session drafts, and then measured again: one
-    slow round must not disable speculation.
+    load changes the choice at once. The cost of drafting is forgotten while no session drafts, and then
+    measured again: one slow round must not disable speculation.
     """
 
     draft: DecayedLinearFit = field(default_factory=lambda: DecayedLinearFit(lambda k, s: s / k))

@@ -72,7 +72,7 @@ class RunningGeneration:
     async def follow(self, offset: int, digest: bytes) -> AsyncIterator[tuple[Chunk, bool]]:
         """Yield the completion from token `offset` on as it is committed, each chunk with whether it is the last.
 
-        Raises DataLossError if the client has more than, or other than, what is committed; and whatever ended the rounds.
+        Raises DataLossError if the client has more than, or other than, what is committed; and the error of the rounds.
         """
         self._check_position(offset, digest)
         last = False

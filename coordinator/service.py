@@ -38,7 +38,10 @@ class Coordinator:
     max_draft_tokens: int
 
     async def begin(self, request: generation_pb2.GenerateRequest) -> Plan:
-        """Check a request and create its session, unless it exists. Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError."""
+        """Check a request and create its session, unless it exists.
+
+        Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError.
+        """
         plan = requests.plan(request, self.prompts, self.models.target, self.max_new_tokens)
         if plan.speculation.num_draft_tokens != 0 and self.draft_workers:
             self.models.drafter(plan.speculation.drafter)

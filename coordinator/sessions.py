@@ -78,7 +78,7 @@ class SessionStore:
     async def create(
         self, session_id: str, fingerprint: bytes, request: bytes, prompt: Sequence[int], digest: bytes
     ) -> None:
-        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExistsError otherwise."""
+        """Begin a session, unless it exists with the same fingerprint. Raises AlreadyExistsError for another one."""
         meta = {
             "epoch": 0,
             "length": len(prompt),
@@ -105,8 +105,8 @@ class SessionStore:
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         """Append a round.
 
-        Raises FencedError if another coordinator owns the session, SessionCancelled if it was cancelled, DataLossError if the
-        store holds less than, or other than, what this coordinator committed.
+        Raises FencedError if another coordinator owns the session, SessionCancelled if it was cancelled,
+        DataLossError if the store holds less than, or other than, what this coordinator committed.
         """
         arguments = [
             epoch,

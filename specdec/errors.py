@@ -12,7 +12,8 @@
     ├── DataLossError           the store went back in time
     └── InternalError           a bug of ours; its text stays in the log
 
-Every status carries an ErrorInfo; InvalidArgumentError adds BadRequest, OverloadedError and UnavailableError add RetryInfo.
+Every status carries an ErrorInfo; InvalidArgumentError adds BadRequest, OverloadedError and UnavailableError add
+RetryInfo.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 from specdec.engine import EngineError
 from specdec.serving.model_worker import load_model, new_engine, running
 from specdec.serving.server import CannotServe, Server, run_service
-from specdec.serving.settings import TargetSettings, load
+from specdec.serving.settings import load
 from specdec.v1 import target_pb2_grpc
 from target_service.metrics import METRICS
 from target_service.scorer import Scorer
 from target_service.servicer import TargetServicer
+from target_service.settings import TargetSettings
 
 SERVICE = "specdec.v1.TargetService"
 

@@ -13,7 +13,10 @@ import numpy as np
 
 from specdec.exact.tree import chain_parents, is_tree
 from specdec.exact.values import (
+    MAX_OBSERVED_LAYERS,
     MAX_SUPPORT_TOKENS,
+    MAX_TOP_TOKENS,
+    ObservationRequest,
     Observations,
     PositionLogprobs,
     Proposal,
@@ -180,6 +183,23 @@ def checked_parents(parents: Sequence[int], num_tokens: int) -> tuple[int, ...]:
 
 
 # ---- observations
+
+
+def observation_request_to_proto(request: ObservationRequest) -> types_pb2.ObservationRequest | None:
+    """Pack a request; None if it asks for nothing."""
+    if not request:
+        return None
+    return types_pb2.ObservationRequest(hidden_layers=request.hidden_layers, num_top_tokens=request.num_top_tokens)
+
+
+def observation_request_from_proto(message: types_pb2.ObservationRequest, num_layers: int) -> ObservationRequest:
+    """Check a request for a model of so many layers. Raises MalformedReply."""
+    layers = tuple(message.hidden_layers)
+    if len(layers) > MAX_OBSERVED_LAYERS or max(layers, default=0) > num_layers:
+        raise MalformedReply(f"layers {layers[:9]}; at most {MAX_OBSERVED_LAYERS} of 0 to {num_layers} can be observed")
+    if message.num_top_tokens > MAX_TOP_TOKENS:
+        raise MalformedReply(f"{message.num_top_tokens} top tokens; the maximum is {MAX_TOP_TOKENS}")
+    return ObservationRequest(layers, message.num_top_tokens)
 
 
 def observations_to_proto(observations: Observations) -> types_pb2.Observations:

@@ -10,6 +10,8 @@ from specdec.exact.tree import chain_parents, children_of, depths_of, union
 from specdec.types import TokenOrigin
 
 MAX_SUPPORT_TOKENS = 1024
+MAX_OBSERVED_LAYERS = 8
+MAX_TOP_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,19 @@ class PositionLogprobs:
 
     by_token: Mapping[int, float]  # every token that could be emitted here
     top: tuple[tuple[int, float], ...]  # the most probable tokens, best first
+
+
+@dataclass(frozen=True, slots=True)
+class ObservationRequest:
+    """What a drafter wants to know about the target's forwards; the default asks for nothing."""
+
+    hidden_layers: tuple[
+        int, ...
+    ] = ()  # l: the state after l layers; 0: the embeddings; all layers: what the head reads
+    num_top_tokens: int = 0  # most probable tokens wanted at each position
+
+    def __bool__(self) -> bool:
+        return bool(self.hidden_layers) or self.num_top_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)

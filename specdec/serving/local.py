@@ -27,16 +27,14 @@ from specdec.client import Client, SamplingParams, SpecdecError
 from specdec.serving.child import Child, OnLine
 from specdec.serving.settings import (
     ENV_PREFIX,
-    CoordinatorSettings,
     Device,
-    DraftSettings,
     Dtype,
-    ServiceSettings,
-    TargetSettings,
     refuse_unknown,
+    settings_of,
     variable_names,
 )
 
+MODULES = ("coordinator", "target_service", "draft_service")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 NO_DRAFT, NGRAM_ONLY = "none", "ngram"
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
@@ -77,7 +75,6 @@ class Command:
 
     name: str
     module: str
-    settings: type[ServiceSettings]
     flags: tuple[str, ...]
     num_threads: int = 1
 
@@ -93,19 +90,17 @@ def worker_commands(options: Options, num_cores: int) -> list[Command]:
     ports = count((options.metrics_ports or 0) + 1)
     return [
         *(
-            _worker("target", TargetSettings, options, options.target_threads or target_threads, ports, number)
+            _worker("target", options, options.target_threads or target_threads, ports, number)
             for number in range(options.num_targets)
         ),
         *(
-            _worker("draft", DraftSettings, options, options.draft_threads or draft_threads, ports, number)
+            _worker("draft", options, options.draft_threads or draft_threads, ports, number)
             for number in range(options.num_drafts if options.draft != NO_DRAFT else 0)
         ),
     ]
 
 
-def _worker(
-    kind: str, settings: type[ServiceSettings], options: Options, num_threads: int, ports: "count[int]", number: int
-) -> Command:
+def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", number: int) -> Command:
     model = ("--model", options.target) if kind == "target" else _draft_flags(options.draft)
     flags = (
         *model,
@@ -114,7 +109,7 @@ def _worker(
         *_common_flags(options, next(ports)),
     )
     name = f"{kind} worker {number + 1}" if number else f"{kind} worker"
-    return Command(name, f"{kind}_service", settings, flags, num_threads)
+    return Command(name, f"{kind}_service", flags, num_threads)
 
 
 def _draft_flags(draft: str) -> tuple[str, ...]:
@@ -134,7 +129,7 @@ def coordinator_command(options: Options, target_ports: Sequence[int], draft_por
         *("--tokenizer", options.target, "--target", _addresses(target_ports), "--draft", _addresses(draft_ports)),
         *_common_flags(options, options.metrics_ports or 0),
     )
-    return Command("coordinator", "coordinator", CoordinatorSettings, flags)
+    return Command("coordinator", "coordinator", flags)
 
 
 def _addresses(ports: Sequence[int]) -> str:
@@ -146,7 +141,7 @@ def environment_of(command: Command, environment: Mapping[str, str]) -> dict[str
 
     Threads that wait must not spin: with as many processes as cores they would take each other's.
     """
-    mine = variable_names(command.settings)
+    mine = variable_names(settings_of(command.module))
     kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX) or name in mine}
     defaults = {
         "OMP_NUM_THREADS": str(command.num_threads),
@@ -182,7 +177,7 @@ def _check_model(flag: str, name: str) -> None:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    kinds = (CoordinatorSettings, TargetSettings, DraftSettings)
+    kinds = [settings_of(module) for module in MODULES]
     known = [ADDRESS_VARIABLE, *(name for kind in kinds for name in variable_names(kind))]
     try:
         refuse_unknown(known, [name for name in environment if name.startswith(ENV_PREFIX)], "variable")

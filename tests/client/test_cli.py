@@ -16,13 +16,16 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from coordinator.settings import CoordinatorSettings
+from draft_service.settings import SETTINGS as DraftSettings
 from specdec import errors
 from specdec.cli import app
 from specdec.serving.child import Child, LogLine, format_event, parse_line
 from specdec.serving.local import Options, coordinator_command, default_threads, environment_of, worker_commands
-from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings, load
+from specdec.serving.settings import load
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
+from target_service.settings import TargetSettings
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
 from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_at, sends, served

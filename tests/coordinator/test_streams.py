@@ -14,9 +14,9 @@ from specdec.channel import open_channel
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.values import Proposal
 from specdec.serving.server import Server, serving
-from specdec.serving.settings import TargetSettings
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2, target_pb2_grpc
+from target_service.settings import TargetSettings
 
 SESSION = WorkerSession("session", 3, SamplingParams(seed=1), 2)
 Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]

@@ -11,12 +11,14 @@ from tokenizers.models import WordLevel
 
 from coordinator.__main__ import SERVICE as GENERATION_SERVICE
 from coordinator.__main__ import built as built_coordinator
+from coordinator.settings import CoordinatorSettings
 from draft_service.__main__ import SERVICE as DRAFT_SERVICE
 from draft_service.__main__ import built as built_draft
+from draft_service.settings import SETTINGS as DraftSettings
 from specdec.serving.server import serving
-from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings
 from target_service.__main__ import SERVICE as TARGET_SERVICE
 from target_service.__main__ import built as built_target
+from target_service.settings import TargetSettings
 
 KV_CACHE_BYTES = 64 << 20
 

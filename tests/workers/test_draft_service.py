@@ -17,10 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draft_service.__main__ import SERVICE, built, drafter_names
-from draft_service.drafters import DraftRequest
-from draft_service.model import DraftProcessor, ModelDrafter, ProposeTask
-from draft_service.ngram import NgramDrafter
+from draft_service.drafter import DraftRequest
+from draft_service.drafters.ngram import NgramDrafter
+from draft_service.model.drafter import ModelDrafter
+from draft_service.model.tasks import DraftProcessor, ProposeTask
 from draft_service.servicer import DraftServicer
+from draft_service.settings import SETTINGS as DraftSettings
 from specdec.channel import open_channel
 from specdec.engine import KvCache, LanguageModel
 from specdec.engine.held import HeldTokens
@@ -35,7 +37,6 @@ from specdec.serving import session_stream
 from specdec.serving.model_worker import load_model, new_engine
 from specdec.serving.server import serving
 from specdec.serving.session_stream import Session
-from specdec.serving.settings import DraftSettings
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2 as pb
 from specdec.v1 import draft_pb2_grpc, types_pb2
@@ -582,7 +583,7 @@ import asyncio, sys
 from specdec.serving.telemetry import configure_logs
 from draft_service.__main__ import SERVICE, built
 from specdec import wire
-from specdec.serving.settings import DraftSettings
+from draft_service.settings import SETTINGS as DraftSettings
 from specdec.serving.server import open_channel, serving
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2 as pb, draft_pb2_grpc

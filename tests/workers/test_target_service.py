@@ -25,13 +25,13 @@ from specdec.serving import session_stream
 from specdec.serving.model_worker import eos_token_ids, running
 from specdec.serving.server import Server, serving
 from specdec.serving.session_stream import EpochFence, Session
-from specdec.serving.settings import TargetSettings
 from specdec.serving.tokenizer import TokenizerMissing, fingerprint, load_tokenizer
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from specdec.v1 import target_pb2_grpc, types_pb2
 from target_service.__main__ import SERVICE, built
 from target_service.scorer import Round, Scorer, ScoreTask
+from target_service.settings import TargetSettings
 from tests.support.architectures import CONTEXT_LENGTH, VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from draft_service.settings import SETTINGS as DraftSettings
 from specdec.exact import codec
 from specdec.exact.sampling import draw, sparse_distributions
 from specdec.exact.values import Proposal, Scores, TargetDistribution
-from specdec.serving.settings import DraftSettings
 from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 VOCAB_SIZE = 152_064
