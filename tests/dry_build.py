@@ -97,6 +97,8 @@ class DryBuild:
             path = self._folder / "base" / name[1:]
             path.parent.mkdir(parents=True, exist_ok=True)
             path.symlink_to(str(real))
+        for name in ("bin", "sbin"):
+            (self._folder / "base" / name).symlink_to(f"usr/{name}")
         self._calls.touch()
 
     def _carry_out(self, stage: str, keyword: str, rest: str) -> None:

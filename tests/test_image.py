@@ -85,7 +85,7 @@ def test_an_empty_torch_index_is_the_default_of_pip(index: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (":/usr/sbin", "", "useradd: not found"),
+        (":/usr/sbin:/usr/bin:/sbin:", ":/usr/bin:", "useradd: not found"),
         ("RUN python3 -m venv /opt/specdec", "RUN python -m venv /opt/specdec", "python: not found"),
         ("COPY protos", "COPY proto", "wheel: COPY proto: there is no such file"),
         ("COPY models/draft", "COPY models/train.py", "demo-draft: COPY models/train.py: there is no such file, or"),
@@ -137,8 +137,9 @@ def test_missing_engine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_failed_command_shows_its_last_lines(tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"(?s)not found.*ended with exit code 127"):
-        run(["/bin/sh", "-c", "no-such-program"], tmp_path / "log")
+    with pytest.raises(CheckFailed, match="^build: /bin/sh ended with exit code 127$") as raised:
+        run(["/bin/sh", "-c", "no-such-program"], tmp_path / "build.log")
+    assert raised.value.output.endswith("no-such-program: not found")
 
 
 def generated(num_draft_tokens: int, text: str = "x") -> Generated:

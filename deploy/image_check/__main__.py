@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deploy.image_check import debian, pip_settings
 from deploy.image_check.engine import Engine, choose_engine
-from deploy.image_check.generation import Generated, compare, generate_through
+from deploy.image_check.generation import DEMO_IMAGES, Generated, compare, generate_through
 from deploy.image_check.processes import CheckFailed
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def build(engine: Engine, names: list[str], arguments: list[str], folder: Path) 
     print(f"  {'image':<20}{'size':>10}{'build':>10}", flush=True)
     for name, tag in tags.items():
         started = time.monotonic()
-        engine.build([*arguments, "--target", name, "--tag", tag, str(REPOSITORY)], folder / f"{name}.build.log")
+        engine.build([*arguments, "--target", name, "--tag", tag, str(REPOSITORY)], folder / f"build of {name}.log")
         print(f"  {name:<20}{engine.size(tag):>10}{time.monotonic() - started:>8.1f} s", flush=True)
     return tags
 
@@ -72,6 +72,8 @@ def describe(name: str, generated: Generated) -> str:
 
 def check(options: argparse.Namespace, folder: Path) -> None:
     """Do it all. Raises CheckFailed."""
+    if missing := sorted(set(DEMO_IMAGES) - set(options.images)):
+        raise CheckFailed(f"nothing can be generated without {', '.join(missing)}; name them too")
     with closing(choose_engine(options.engine, options.store or folder)) as engine:
         build_and_generate(engine, options, folder)
 
@@ -100,7 +102,7 @@ def main() -> None:
         try:
             check(parse_arguments(), folder)
         except CheckFailed as error:
-            sys.exit(f"image-check: {error}")
+            sys.exit("\n".join(filter(None, [error.output, f"image-check: {error}"])))
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
 

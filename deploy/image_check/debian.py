@@ -25,7 +25,7 @@ def make_base(engine: Engine, folder: Path) -> str:
         context.mkdir()
         _pack(folder, context / "rootfs.tar")
         (context / "Dockerfile").write_text(DOCKERFILE)
-        engine.build(["--tag", IMAGE, str(context)], folder / "base-image.log")
+        engine.build(["--tag", IMAGE, str(context)], folder / "build of the base image.log")
         shutil.rmtree(context)
     return IMAGE
 

@@ -16,7 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from deploy.image_check.engine import Container, Engine
 from deploy.image_check.processes import CheckFailed, end, last_lines, run, start
 
-PROMPT = "import argparse\n\n\ndef main("
+DEMO_IMAGES = ("demo-target", "demo-draft", "demo-coordinator")
+PROMPT = "import os\n\n\nclass Reader:\n    def __init__(self, path):\n"
 NUM_TOKENS = 64
 READY_S = 180.0
 ASK_AGAIN_S = 1.0
@@ -79,7 +80,7 @@ def _wait_until_serving(port: int, service: str, process: subprocess.Popen[bytes
         stub = health_pb2_grpc.HealthStub(channel)
         while not _is_serving(stub, service):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise CheckFailed(f"{last_lines(log)}\n{service} of the image is not serving")
+                raise CheckFailed(f"the image's {service} does not serve", last_lines(log))
             time.sleep(ASK_AGAIN_S)
 
 
@@ -95,7 +96,10 @@ def _generate(engine: Engine, image: str, port: int, speculation: tuple[str, str
     """Generate with the command that the coordinator's image holds."""
     sampling = ("--temperature", "0", "--max-new-tokens", str(NUM_TOKENS), "--ignore-eos")
     words = ["specdec", "generate", "--json", "--address", f"127.0.0.1:{port}", *sampling, *speculation, PROMPT]
-    container, log = Container(f"specdec-image-check-command-{port}", image, words=words), folder / "command.log"
+    container, log = (
+        Container(f"specdec-image-check-command-{port}", image, words=words),
+        folder / "generation by the coordinator's image.log",
+    )
     try:
         run(engine.command(container), log)
     finally:

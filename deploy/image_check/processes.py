@@ -12,7 +12,11 @@ END_S = 30.0  # longer than a service drains without calls
 
 
 class CheckFailed(Exception):
-    """The check cannot go on. The message is one sentence for people."""
+    """The check cannot go on. The message is one sentence for people; `output` is what a command said before."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 def read(command: Sequence[str]) -> str | None:
@@ -25,14 +29,14 @@ def read(command: Sequence[str]) -> str | None:
 
 
 def run(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Run a long command with its output in `log`. Raises CheckFailed with the last lines shown."""
+    """Run a long command with its output in `log`, whose name says what it does. Raises CheckFailed."""
     process = start(command, log, environment)
     try:
         exit_code = process.wait()
     finally:
         end(process)
     if exit_code:
-        raise CheckFailed(f"{last_lines(log)}\n`{' '.join(command)}` ended with exit code {exit_code}")
+        raise CheckFailed(f"{log.stem}: {command[0]} ended with exit code {exit_code}", last_lines(log))
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
