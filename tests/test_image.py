@@ -137,7 +137,7 @@ def test_missing_engine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_failed_command_shows_its_last_lines(tmp_path: Path) -> None:
-    with pytest.raises(CheckFailed, match="^build: /bin/sh ended with exit code 127$") as raised:
+    with pytest.raises(CheckFailed, match=r"^build: /bin/sh ended with exit code 127$") as raised:
         run(["/bin/sh", "-c", "no-such-program"], tmp_path / "build.log")
     assert raised.value.output.endswith("no-such-program: not found")
 
