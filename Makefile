@@ -3,6 +3,10 @@
 PYTHON ?= python3
 # more words for pip, such as an index with the torch build that your machine needs
 PIP_ARGS ?=
+# what builds images: docker, podman or buildah
+ENGINE ?= docker
+# options of image-check, such as --engine, --base and --torch-index (deploy/image_check/__main__.py)
+IMAGE_CHECK_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -16,11 +20,11 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test demo exactness bench image clean
+.PHONY: help setup redis protos lint format types test demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
-	sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup: $(INSTALLED) $(STUBS) redis ## Everything the other targets need, in .venv; a second run does nothing
 
@@ -79,7 +83,10 @@ bench: setup ## Measure speed over draft lengths and loads
 
 image: ## Build the container images, also those with the demo pair inside
 	for name in $(IMAGES); do \
-	  docker build --file deploy/Dockerfile --target $$name --tag specdec-$$name:$(VERSION) . || exit 1; done
+	  $(ENGINE) build --file deploy/Dockerfile --target $$name --tag specdec-$$name:$(VERSION) . || exit 1; done
+
+image-check: $(INSTALLED) ## Build every image and generate through them
+	$(BIN)/python -m deploy.image_check $(IMAGE_CHECK_ARGS) $(IMAGES)
 
 clean: ## Remove .venv and everything that was generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
