@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from coordinator.draft import DraftWorkers
 from coordinator.target import TargetWorkers
-from specdec.errors import InvalidArgument, Mismatch, SpecdecError, Unavailable
+from specdec.errors import InvalidArgumentError, ModelMismatchError, SpecdecError, UnavailableError
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo
 
@@ -25,12 +25,15 @@ class WorkerCapabilities:
 
     @property
     def target(self) -> ModelInfo:
-        """The target model. Raises Unavailable before it was heard of, Mismatch if it has another tokenizer."""
+        """The target model.
+
+        Raises UnavailableError before it was heard of, ModelMismatchError if it has another tokenizer.
+        """
         if self._target is None:
-            raise Unavailable("no target worker has answered yet; try again soon")
+            raise UnavailableError("no target worker has answered yet; try again soon")
         if self._target.tokenizer_fingerprint != self._fingerprint:
             problem = f"the target {self._target.name} has another tokenizer than this coordinator"
-            raise Mismatch(f"{problem}; start the coordinator with --tokenizer {self._target.name}")
+            raise ModelMismatchError(f"{problem}; start the coordinator with --tokenizer {self._target.name}")
         return self._target
 
     @property
@@ -41,17 +44,20 @@ class WorkerCapabilities:
     def drafter(self, name: str | None) -> tuple[str, ModelInfo | None]:
         """Return a drafter, by default the first on offer, and its model; None while no draft worker was heard of.
 
-        Raises InvalidArgument for a name that is not on offer, Mismatch if its tokenizer is not the target's.
+        Raises InvalidArgumentError for a name that is not on offer, ModelMismatchError if its tokenizer is not the
+        target's.
         """
         if not self._known:
             return name or "", None
         chosen = name or next(iter(self._known))
         if chosen not in self._known:
-            raise InvalidArgument({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._known)}"})
+            raise InvalidArgumentError({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._known)}"})
         model = self._known[chosen]
         if model.tokenizer_fingerprint not in ("", self.target.tokenizer_fingerprint):
             remedy = "serve a draft of the target's family, or set num_draft_tokens to 0"
-            raise Mismatch(f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}")
+            raise ModelMismatchError(
+                f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}"
+            )
         return chosen, model
 
     async def ready(self) -> None:

@@ -12,7 +12,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 
 MAX_RENDERED_CHARACTERS = 4 << 20
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -42,16 +42,18 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Return the prompt, ready for the assistant's answer. Raises InvalidArgument for what the template refuses."""
+        """Return the prompt, ready for the assistant's answer. Raises InvalidArgumentError if the template refuses."""
         entries = [{"role": role, "content": content} for role, content in messages]
         try:
             # templates ask `tools is not none`: what is not given is None, as in transformers
             given = {"messages": entries, "tools": None, "documents": None, "add_generation_prompt": True}
             text = self._template.render(**self._special_tokens, **given)
         except (TemplateError, TypeError, ValueError) as error:
-            raise InvalidArgument({"chat": f"is refused by the model's chat template: {error}"}) from None
+            raise InvalidArgumentError({"chat": f"is refused by the model's chat template: {error}"}) from None
         if len(text) > MAX_RENDERED_CHARACTERS:
-            raise InvalidArgument({"chat": f"renders to {len(text)} characters; the most is {MAX_RENDERED_CHARACTERS}"})
+            raise InvalidArgumentError(
+                {"chat": f"renders to {len(text)} characters; the most is {MAX_RENDERED_CHARACTERS}"}
+            )
         return text
 
 

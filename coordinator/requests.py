@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from coordinator.chat import ChatTemplate
 from coordinator.generation import Limits
 from specdec import messages
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
@@ -54,7 +54,7 @@ class Prompts:
     chat_template: ChatTemplate | None
 
     def encode(self, request: generation_pb2.GenerateRequest, vocab_size: int) -> tuple[int, ...]:
-        """Return the prompt's tokens. Raises InvalidArgument if there are none, or ids past the vocabulary."""
+        """Return the prompt's tokens. Raises InvalidArgumentError if there are none, or ids past the vocabulary."""
         kind = request.WhichOneof("prompt")
         if kind == "tokens":
             messages.check_tokens(request.tokens.ids, vocab_size, "tokens.ids")
@@ -64,31 +64,33 @@ class Prompts:
         elif kind == "chat":
             tokens = self._encode(self._render(request.chat), special=False)
         else:
-            raise InvalidArgument({"prompt": "is missing; set one of text, tokens, chat"})
+            raise InvalidArgumentError({"prompt": "is missing; set one of text, tokens, chat"})
         if not tokens:
-            raise InvalidArgument({kind: "is empty; give at least one token to continue"})
+            raise InvalidArgumentError({kind: "is empty; give at least one token to continue"})
         return tokens
 
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         if len(text) > MAX_PROMPT_CHARACTERS:
-            raise InvalidArgument({"prompt": f"has {len(text)} characters; the most is {MAX_PROMPT_CHARACTERS}"})
+            raise InvalidArgumentError({"prompt": f"has {len(text)} characters; the most is {MAX_PROMPT_CHARACTERS}"})
         return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def _render(self, chat: generation_pb2.ChatPrompt) -> str:
         if self.chat_template is None:
-            raise InvalidArgument({"chat": "cannot be rendered: this model has no chat template; send text or tokens"})
+            raise InvalidArgumentError(
+                {"chat": "cannot be rendered: this model has no chat template; send text or tokens"}
+            )
         if not chat.messages:
-            raise InvalidArgument({"chat.messages": "is empty; give at least one message"})
+            raise InvalidArgumentError({"chat.messages": "is empty; give at least one message"})
         return self.chat_template.render([(message.role, message.content) for message in chat.messages])
 
 
 def plan(request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, most_new_tokens: int) -> Plan:
-    """Check a request as a whole. Raises InvalidArgument."""
+    """Check a request as a whole. Raises InvalidArgumentError."""
     sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
     speculation = messages.speculation_from_proto(request.speculation)
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         problem = f"has {len(request.request_id)} characters; the most is {MAX_REQUEST_ID_CHARACTERS}"
-        raise InvalidArgument({"request_id": problem})
+        raise InvalidArgumentError({"request_id": problem})
     prompt = prompts.encode(request, target.vocab_size)
     _check_length(prompt, target)
     return Plan(
@@ -103,15 +105,15 @@ def plan(request: generation_pb2.GenerateRequest, prompts: Prompts, target: Mode
 def _check_length(prompt: Sequence[int], target: ModelInfo) -> None:
     if len(prompt) >= target.context_length:
         problem = f"has {len(prompt)} tokens; the model's context holds {target.context_length}, completion included"
-        raise InvalidArgument({"prompt": problem})
+        raise InvalidArgumentError({"prompt": problem})
 
 
 def resolved(sampling: SamplingParams, most_new_tokens: int) -> SamplingParams:
-    """Fill in the seed, and cap the length. Raises InvalidArgument for a length past the server's limit."""
+    """Fill in the seed, and cap the length. Raises InvalidArgumentError for a length past the server's limit."""
     wanted = sampling.max_new_tokens or most_new_tokens
     if wanted > most_new_tokens:
         problem = f"is {wanted}; this server's limit is {most_new_tokens}"
-        raise InvalidArgument({"sampling.max_new_tokens": problem})
+        raise InvalidArgumentError({"sampling.max_new_tokens": problem})
     seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
     return replace(sampling, seed=seed, max_new_tokens=wanted)
 

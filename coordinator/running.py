@@ -18,7 +18,7 @@ from coordinator.generation import Chunk, Generation, Round
 from coordinator.rounds import run_rounds
 from coordinator.sessions import Session, SessionCancelled, SessionStore
 from coordinator.target import Scorer
-from specdec.errors import DataLoss, Overloaded, Unavailable
+from specdec.errors import DataLossError, OverloadedError, UnavailableError
 from specdec.types import FinishReason, Statistics
 
 
@@ -65,7 +65,7 @@ class RunningGeneration:
     async def follow(self, offset: int, digest: bytes) -> AsyncIterator[tuple[Chunk, bool]]:
         """Yield the completion from token `offset` on as it is committed, each chunk with whether it is the last.
 
-        Raises DataLoss if the client has more than, or other than, what is committed; and whatever ended the rounds.
+        Raises DataLossError if the client has more than, or other than, what is committed; and what ended the rounds.
         """
         self._check_position(offset, digest)
         last = False
@@ -78,9 +78,11 @@ class RunningGeneration:
 
     def _check_position(self, offset: int, digest: bytes) -> None:
         if offset > self._num_published:
-            raise DataLoss(f"offset {offset} is past the {self._num_published} tokens that the session store holds")
+            raise DataLossError(
+                f"offset {offset} is past the {self._num_published} tokens that the session store holds"
+            )
         if digest and digest != self.generation.digest_at(offset):
-            raise DataLoss(f"the session store holds other tokens than the client, up to offset {offset}")
+            raise DataLossError(f"the session store holds other tokens than the client, up to offset {offset}")
 
     @property
     def has_failed(self) -> bool:
@@ -105,7 +107,7 @@ class RunningGeneration:
             await asyncio.gather(team.scorer.close(), team.drafter.close())
             await self._cut(FinishReason.CANCELLED)
         except asyncio.CancelledError:
-            await self._fail(Unavailable("this coordinator has stopped the session's rounds; resume it"))
+            await self._fail(UnavailableError("this coordinator has stopped the session's rounds; resume it"))
             raise
         except Exception as error:
             await self._fail(error)
@@ -166,7 +168,7 @@ class RunningGenerations:
     ) -> AsyncIterator[RunningGeneration]:
         """Give the session's generation, running it while anybody is attach; `revive` claims one that does not run.
 
-        Raises Overloaded if too many run already, and what `revive` raises.
+        Raises OverloadedError if too many run already, and what `revive` raises.
         """
         entry = self._entries.get(session_id)
         if entry is None or entry.has_failed:
@@ -185,7 +187,7 @@ class RunningGenerations:
 
     def _revived(self, session_id: str, revive: Callable[[], Coroutine[Any, Any, RunningGeneration]]) -> _Entry:
         if session_id not in self._entries and len(self._entries) >= self._most:
-            raise Overloaded(f"{self._most} sessions run here already; try again soon")
+            raise OverloadedError(f"{self._most} sessions run here already; try again soon")
         entry = self._entries[session_id] = _Entry(asyncio.ensure_future(revive()))
         metrics.NUM_RUNNING.set(len(self._entries))
         return entry

@@ -35,7 +35,10 @@ class Coordinator:
     max_draft_tokens: int
 
     async def begin(self, request: generation_pb2.GenerateRequest) -> Plan:
-        """Check a request and create its session, unless it exists. Raises InvalidArgument, AlreadyExists, Mismatch."""
+        """Check a request and create its session, unless it exists.
+
+        Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError.
+        """
         plan = requests.plan(request, self.prompts, self.models.target, self.max_new_tokens)
         if plan.speculation.num_draft_tokens != 0 and self.draft_workers:
             self.models.drafter(plan.speculation.drafter)
@@ -44,7 +47,7 @@ class Coordinator:
         return plan
 
     async def revive(self, session_id: str) -> RunningGeneration:
-        """Claim a session and go on with it. Raises NotFound."""
+        """Claim a session and go on with it. Raises NotFoundError."""
         session = await self.store.claim(session_id)
         sampling, speculation = requests.restored(session.request)
         live = RunningGeneration(session, self.generation(session, sampling), self.store)

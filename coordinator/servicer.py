@@ -12,7 +12,7 @@ from coordinator.running import RunningGeneration
 from coordinator.service import Coordinator
 from coordinator.sessions import Status, statistics_to_proto
 from specdec import messages
-from specdec.errors import InvalidArgument, SpecdecError
+from specdec.errors import InvalidArgumentError, SpecdecError
 from specdec.serving.telemetry import get_logger
 from specdec.types import MAX_DRAFT_TOKENS, Statistics
 from specdec.v1 import generation_pb2 as pb
@@ -98,7 +98,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
 def _known_session(session_id: str) -> str:
     if not session_id:
-        raise InvalidArgument({"session_id": "is empty; take it from a chunk of the session"})
+        raise InvalidArgumentError({"session_id": "is empty; take it from a chunk of the session"})
     return session_id
 
 

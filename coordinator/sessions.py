@@ -21,7 +21,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from coordinator.generation import OutputToken, Round
-from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, Unavailable
+from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, UnavailableError
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
 
@@ -57,7 +57,7 @@ class SessionCancelled(Exception):
 
 
 class SessionStore:
-    """Sessions in one Redis. Every method raises Unavailable while Redis does not answer."""
+    """Sessions in one Redis. Every method raises UnavailableError while Redis does not answer."""
 
     def __init__(self, client: Redis, ttl_s: float) -> None:
         self._client = client
@@ -78,7 +78,7 @@ class SessionStore:
     async def create(
         self, session_id: str, fingerprint: bytes, request: bytes, prompt: Sequence[int], digest: bytes
     ) -> None:
-        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExists otherwise."""
+        """Begin a session, or find it with the same fingerprint. Raises AlreadyExistsError for another."""
         meta = {
             "epoch": 0,
             "length": len(prompt),
@@ -92,21 +92,21 @@ class SessionStore:
         pairs: list[Any] = [item for pair in meta.items() for item in pair]
         arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt), *pairs]
         if await _answer(self._create(keys=keys(session_id), args=arguments)) == b"conflict":
-            raise AlreadyExists("this request_id was used with other parameters; send a new request_id")
+            raise AlreadyExistsError("this request_id was used with other parameters; send a new request_id")
 
     async def claim(self, session_id: str) -> Session:
-        """Take a session over and return it. Raises NotFound."""
+        """Take a session over and return it. Raises NotFoundError."""
         return await self._read(session_id, "1")
 
     async def read(self, session_id: str) -> Session:
-        """Return a session as it is. Raises NotFound."""
+        """Return a session as it is. Raises NotFoundError."""
         return await self._read(session_id, "0")
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         """Append a round.
 
-        Raises Fenced if another coordinator owns the session, SessionCancelled if it was cancelled, DataLoss if the
-        store holds less than, or other than, what this coordinator committed.
+        Raises FencedError if another coordinator owns the session, SessionCancelled if it was cancelled, DataLossError
+        if the store holds less than, or other than, what this coordinator committed.
         """
         arguments = [
             epoch,
@@ -123,14 +123,16 @@ class SessionStore:
         ]
         outcome, *facts = await _answer(self._commit(keys=keys(session_id), args=arguments))
         if outcome == b"fenced":
-            raise Fenced("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
+            raise FencedError(
+                "another coordinator has taken this session over; resume it there", epoch=facts[0].decode()
+            )
         if outcome == b"cancelled":
             raise SessionCancelled
         if outcome != b"committed":
-            raise DataLoss("the session store lost what was committed; begin a new session")
+            raise DataLossError("the session store lost what was committed; begin a new session")
 
     async def cancel(self, session_id: str) -> Status:
-        """End a session; return its state. Raises NotFound."""
+        """End a session; return its state. Raises NotFoundError."""
         status = await _answer(self._cancel(keys=keys(session_id)))
         if status is None:
             raise _not_found()
@@ -162,14 +164,14 @@ async def _answer(call: Awaitable[Any]) -> Any:
         return await call
     except (AuthenticationError, ResponseError) as error:
         message = f"the session store refuses ({error}); see to its address, password and rights"
-        raise Unavailable(message) from error
+        raise UnavailableError(message) from error
     except RedisError as error:
         message = f"the session store does not answer ({type(error).__name__}); what was committed is safe, try again"
-        raise Unavailable(message) from error
+        raise UnavailableError(message) from error
 
 
-def _not_found() -> NotFound:
-    return NotFound("there is no such session, or it has expired; begin a new one with Generate")
+def _not_found() -> NotFoundError:
+    return NotFoundError("there is no such session, or it has expired; begin a new one with Generate")
 
 
 def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs: bytes) -> Session:
@@ -178,10 +180,10 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
     split = int(entries[b"prompt_length"])
     completion = all_tokens[split:]
     if len(all_tokens) != int(entries[b"length"]) or len(origins) != len(completion):
-        raise DataLoss("the session store holds only part of this session; begin a new one")
+        raise DataLossError("the session store holds only part of this session; begin a new one")
     details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(completion)
     if len(details) != len(completion):
-        raise DataLoss("the session store holds only part of this session's log probabilities; begin a new one")
+        raise DataLossError("the session store holds only part of this session's log probabilities; begin a new one")
     return Session(
         session_id=session_id,
         epoch=int(entries[b"epoch"]),

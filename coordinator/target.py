@@ -9,7 +9,7 @@ import grpc
 
 from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
 from specdec import messages
-from specdec.errors import Overloaded, Unavailable
+from specdec.errors import OverloadedError, UnavailableError
 from specdec.exact import codec
 from specdec.exact.values import Proposal, Scores
 from specdec.types import ModelInfo
@@ -36,7 +36,7 @@ class TargetWorkers:
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     async def describe(self) -> ModelInfo:
-        """Return the model that one of them serves. Raises Unavailable while none answers."""
+        """Return the model that one of them serves. Raises UnavailableError while none answers."""
         request = target_pb2.GetTargetRequest()
         reply = await answered(self._stub.GetTarget(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
         return messages.model_from_proto(reply.model)
@@ -71,15 +71,15 @@ class Scorer:
         while True:
             try:
                 return await self._score(committed, proposal)
-            except (Unavailable, Overloaded) as error:
+            except (UnavailableError, OverloadedError) as error:
                 if time.monotonic() < deadline:
                     await asyncio.sleep(RETRY_S)
-                elif isinstance(error, Overloaded):
+                elif isinstance(error, OverloadedError):
                     raise
                 else:
                     waited = f"no target worker has served this round for {self._patience_s:g} s"
                     message = f"{waited}; the session can be resumed (last: {error})"
-                    raise Unavailable(message, error.retry_after_s) from error
+                    raise UnavailableError(message, error.retry_after_s) from error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
         supports = codec.distributions_to_proto(proposal.rows, with_probs=False)
@@ -96,7 +96,7 @@ class Scorer:
                 raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
         except (codec.MalformedReply, ValueError) as error:
             self._stream.drop()
-            raise Unavailable(f"a target worker answered against the contract: {error}") from error
+            raise UnavailableError(f"a target worker answered against the contract: {error}") from error
         return Scored(scores, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
 
     def keep(self, num_tokens: int, cached_len: int) -> None:

@@ -12,7 +12,7 @@ from coordinator.generation import Chunk, Generation, Limits, Round, chain
 from coordinator.running import RunningGeneration, RunningGenerations, WorkerHandles
 from coordinator.sessions import SessionStore, Status, open_store
 from coordinator.target import Scored
-from specdec.errors import DataLoss, Fenced, NotFound, Overloaded, Unavailable
+from specdec.errors import DataLossError, FencedError, NotFoundError, OverloadedError, UnavailableError
 from specdec.exact.values import Proposal
 from specdec.types import FinishReason, SamplingParams, Statistics
 from tests.support.toys import NoText, ToyDrafter, ToyModel, ToyScorer, markov_logits
@@ -232,7 +232,7 @@ class LosingStore(SessionStore):
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         if step.base_length - len(PROMPT) >= self.fail_from:
-            raise Unavailable("the store is gone")
+            raise UnavailableError("the store is gone")
         await super().commit(session_id, epoch, step, statistics)
 
 
@@ -242,7 +242,7 @@ async def test_tokens_whose_commit_failed_are_never_seen(store: SessionStore) ->
     coordinator = Coordinator(losing)
     await coordinator.create("s")
     seen: list[int] = []
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         await read_into(seen, coordinator.follow("s"))
     assert seen == await coordinator.stored("s")
     assert 9 <= len(seen) < LENGTH
@@ -294,16 +294,16 @@ async def test_a_resumed_session_goes_on_as_if_undisturbed(
 
 async def test_what_a_client_has_must_be_in_the_store(coordinator: Coordinator) -> None:
     await coordinator.tokens("s")
-    with pytest.raises(DataLoss, match="past the 24"):
+    with pytest.raises(DataLossError, match="past the 24"):
         await coordinator.tokens("s", LENGTH + 1)
-    with pytest.raises(DataLoss, match="other tokens"):
+    with pytest.raises(DataLossError, match="other tokens"):
         await coordinator.tokens("s", 5, b"x" * 16)
     assert coordinator.running._entries == {}
 
 
 async def test_an_unknown_session_is_not_found_and_leaves_nothing(coordinator: Coordinator) -> None:
     for _ in range(2):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await coordinator.tokens("unknown")
     assert coordinator.running._entries == {}
 
@@ -315,7 +315,7 @@ async def test_too_many_sessions_are_refused_and_followers_of_a_running_one_are_
     coordinator.before = gate = Gate(4)
     async with aclosing(coordinator.follow("s")) as chunks:
         await take(chunks, 4)
-        with pytest.raises(Overloaded, match="1 sessions"):
+        with pytest.raises(OverloadedError, match="1 sessions"):
             await coordinator.tokens("other")
         following = asyncio.create_task(coordinator.tokens("s"))
         gate.opened.set()
@@ -350,7 +350,7 @@ async def test_a_fenced_session_says_so_and_the_other_coordinator_has_it(
         taken_over = asyncio.create_task(other.tokens("s"))
         await until(lambda: bool(other.claimed))
         gate.opened.set()
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await read_into(seen, chunks)
     assert await taken_over == undisturbed
     assert seen == undisturbed[: len(seen)]
@@ -362,7 +362,7 @@ async def test_a_failed_generation_does_not_catch_who_comes_back(
     """A follower that does not read keeps it in place, but not in the way."""
 
     async def fail(length: int) -> None:
-        raise Unavailable("no target worker")
+        raise UnavailableError("no target worker")
 
     coordinator.before = fail
     slow = coordinator.running.attach("s", lambda: coordinator.revive("s"))
@@ -376,7 +376,7 @@ async def test_a_failed_generation_does_not_catch_who_comes_back(
 
 async def test_who_leaves_a_failed_generation_late_does_not_take_the_new_one_along(coordinator: Coordinator) -> None:
     async def fail(length: int) -> None:
-        raise Unavailable("no target worker")
+        raise UnavailableError("no target worker")
 
     coordinator.before = fail
     slow = coordinator.running.attach("s", lambda: coordinator.revive("s"))
@@ -397,7 +397,7 @@ async def test_stopping_tells_the_followers(coordinator: Coordinator) -> None:
     async with aclosing(coordinator.follow("s")) as chunks:
         await take(chunks, 8)
         await coordinator.running.stop()
-        with pytest.raises(Unavailable, match="resume"):
+        with pytest.raises(UnavailableError, match="resume"):
             await read_into([], chunks)
     assert running() == []
 
@@ -433,7 +433,7 @@ async def test_any_coming_and_going(store: SessionStore, undisturbed: list[int],
                         seen += tokens_of(chunk)
                         if last:
                             break
-            except (Fenced, Unavailable):
+            except (FencedError, UnavailableError):
                 await asyncio.sleep(0)
             assert seen == undisturbed[: len(seen)]
 

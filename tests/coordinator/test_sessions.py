@@ -15,7 +15,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 
 from coordinator.generation import OutputToken, Round, chain
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
-from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, SpecdecError, Unavailable
+from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
 
@@ -100,7 +100,7 @@ async def test_creating_again_changes_nothing(store: SessionStore) -> None:
 
 async def test_a_key_with_other_parameters_is_refused(store: SessionStore) -> None:
     await create(store)
-    with pytest.raises(AlreadyExists, match="new request_id"):
+    with pytest.raises(AlreadyExistsError, match="new request_id"):
         await create(store, fingerprint=b"other")
 
 
@@ -118,7 +118,7 @@ async def test_a_finished_session_keeps_its_epoch(store: SessionStore) -> None:
 
 async def test_unknown_sessions_are_not_found(store: SessionStore) -> None:
     for call in (store.claim, store.read, store.cancel):
-        with pytest.raises(NotFound, match="begin a new one"):
+        with pytest.raises(NotFoundError, match="begin a new one"):
             await call("no-such-session")
 
 
@@ -145,14 +145,14 @@ async def test_a_finished_session_cannot_be_cancelled(store: SessionStore) -> No
 async def test_nothing_follows_a_finish(store: SessionStore) -> None:
     await create(store)
     await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.STOP))
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, 1, round_after((*PROMPT, 1), (2,)))
 
 
 async def test_the_embedded_store_is_one_process_own() -> None:
     async with opened("embedded") as one, opened("embedded") as other:
         await create(one)
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await other.read(SESSION)
 
 
@@ -163,7 +163,7 @@ async def check_zombies_are_fenced(store: SessionStore) -> None:
     await create(store)
     zombie = await store.claim(SESSION)
     owner = await store.claim(SESSION)
-    with pytest.raises(Fenced) as fenced:
+    with pytest.raises(FencedError) as fenced:
         await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
     assert fenced.value.metadata == {"epoch": str(owner.epoch)}
     assert (await store.read(SESSION)).emitted == ()
@@ -174,7 +174,7 @@ async def check_zombies_are_fenced_even_where_they_repeat(store: SessionStore) -
     zombie = await store.claim(SESSION)
     await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
     await store.claim(SESSION)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
 
 
@@ -211,7 +211,7 @@ async def check_another_length_is_data_loss(store: SessionStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     for before in (PROMPT[:-1], (*PROMPT, 1)):
-        with pytest.raises(DataLoss, match="new session"):
+        with pytest.raises(DataLossError, match="new session"):
             await commit(store, epoch, round_after(before, (9, 9)))
     assert (await store.read(SESSION)).emitted == ()
 
@@ -220,14 +220,14 @@ async def check_another_length_with_the_right_digest_is_data_loss(store: Session
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     for base_length in (len(PROMPT) - 1, len(PROMPT) + 1):
-        with pytest.raises(DataLoss):
+        with pytest.raises(DataLossError):
             await commit(store, epoch, replace(round_after(PROMPT, (1,)), base_length=base_length))
 
 
 async def check_another_digest_is_data_loss(store: SessionStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
-    with pytest.raises(DataLoss, match="new session"):
+    with pytest.raises(DataLossError, match="new session"):
         await commit(store, epoch, round_after((1, 1, 1), (1,)))
     assert (await store.read(SESSION)).emitted == ()
 
@@ -236,7 +236,7 @@ async def check_other_tokens_of_the_same_length_are_data_loss(store: SessionStor
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1, 2)))
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, epoch, round_after(PROMPT, (1, 3)))
 
 
@@ -276,7 +276,7 @@ async def check_tokens_that_vanished_are_data_loss(store: SessionStore) -> None:
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1,)))
     await store._client.delete(keys(SESSION)[1])
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
 
 
@@ -409,7 +409,7 @@ async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> Non
             epoch = (await store.claim(SESSION)).epoch
             await commit(store, epoch, round_after(PROMPT, (1,)))
             server.kill()
-            with pytest.raises(Unavailable, match="try again"):
+            with pytest.raises(UnavailableError, match="try again"):
                 await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
             server.start()
             await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
@@ -423,9 +423,9 @@ async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> No
             epoch = (await store.claim(SESSION)).epoch
             server.stop()
             server.start()
-            with pytest.raises(DataLoss):
+            with pytest.raises(DataLossError):
                 await commit(store, epoch, round_after(PROMPT, (1,)))
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 await store.read(SESSION)
 
 
@@ -439,7 +439,7 @@ async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisSe
             await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
             for key, data in backup.items():
                 client.restore(key, 0, data, replace=True)
-        with pytest.raises(DataLoss):
+        with pytest.raises(DataLossError):
             await commit(store, epoch, round_after((*PROMPT, 1, 2), (3,)))
 
 
@@ -453,7 +453,7 @@ async def test_half_a_session_is_not_read(store: SessionStore, part: int) -> Non
     )
     if part == 2:
         await store._client.set(keys(SESSION)[part], b"\x01")
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await store.read(SESSION)
 
 
@@ -462,7 +462,7 @@ async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> N
         await create(store)
         with redis_server.client() as client:
             client.pexpireat(keys(SESSION)[0], 1)
-        with pytest.raises(NotFound, match="expired"):
+        with pytest.raises(NotFoundError, match="expired"):
             await store.claim(SESSION)
 
 
@@ -472,7 +472,7 @@ async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None
         async def ping(self, **_: Any) -> Any:
             raise error
 
-    with pytest.raises(Unavailable, match=f"the session store refuses .{error}.; see to its address, password"):
+    with pytest.raises(UnavailableError, match=f"the session store refuses .{error}.; see to its address, password"):
         await SessionStore(Refusing(), ttl_s=60).ping()
 
 
@@ -518,15 +518,15 @@ class StoreMachine(RuleBasedStateMachine):
     def expected(self, epoch: int, played: Round) -> str:
         """What the model says of a commit."""
         if not self.exists:
-            return "DataLoss"
+            return "DataLossError"
         if epoch != self.epoch:
-            return "Fenced"
+            return "FencedError"
         if self.commits and self.commits[-1] == (epoch, played):
             return "committed"
         if self.status is Status.CANCELLED:
             return "SessionCancelled"
         fits = self.status is Status.ACTIVE and played.base_digest == chain(b"", self.log)
-        return "committed" if fits else "DataLoss"
+        return "committed" if fits else "DataLossError"
 
     def try_commit(self, epoch: int, played: Round) -> None:
         outcome = self.outcome(epoch, played)
@@ -539,7 +539,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def claim(self) -> None:
         if not self.exists:
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 self.run(self.store.claim(SESSION))
             return
         session = self.run(self.store.claim(SESSION))
@@ -577,7 +577,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.exists:
             self.born()
         self.run(create(self.store))
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(AlreadyExistsError):
             self.run(create(self.store, fingerprint=b"other"))
 
     @precondition(lambda self: self.exists)
