@@ -37,7 +37,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	# torch by itself first: of the builds that pip is shown, the pin takes the machine's own
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) $$(grep -E '^(setuptools|grpcio-tools|mypy-protobuf)==' constraints.txt)
-	$(PIP) --no-build-isolation --editable '.[models,dev]'
+	$(PIP) --no-build-isolation --editable '.[server,embedded,models,dev]'
 	touch $@
 
 $(STUBS): $(PROTOS) setup.py | $(INSTALLED)
@@ -57,10 +57,11 @@ redis: # the tests of the store start their own server
 protos: $(INSTALLED) ## Generate the protobuf stubs anew
 	$(BIN)/python setup.py --quiet build_protos
 
-lint: setup ## ruff: rules and formatting
+lint: setup ## Rules, formatting, and which module may import which
 	# which imports are ours depends on other files, which ruff's cache does not know
 	$(BIN)/ruff check --quiet --no-cache .
 	$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted; run: make format" >&2; exit 1; }
+	said=$$(PYTHONPATH=. $(BIN)/lint-imports --no-cache --no-logo) || { echo "$$said" >&2; exit 1; }
 
 format: setup ## Let ruff format and mend what it can
 	$(BIN)/ruff format --quiet .

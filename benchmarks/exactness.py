@@ -29,7 +29,7 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.child import Child
 from specdec.serving.local import Options, environment_of, running, worker_commands
 from specdec.types import AcceptanceRuleName
@@ -52,7 +52,9 @@ class Case:
     """One way of generating."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    speculation: SpeculationParams = field(default_factory=lambda: SpeculationParams(NUM_DRAFT_TOKENS, "model"))
+    speculation: SpeculationParams = field(
+        default_factory=lambda: SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model")
+    )
     kills_draft: bool = False
 
 
@@ -61,11 +63,17 @@ CASES = {
     "top_p 0.8": Case(SamplingParams(top_p=0.8)),
     "top_k 3": Case(SamplingParams(top_k=3)),
     "penalties": Case(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)),
-    "n-gram": Case(speculation=SpeculationParams(NUM_DRAFT_TOKENS, "ngram")),
+    "n-gram": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="ngram")),
     "draft killed": Case(kills_draft=True),
-    "block rule": Case(speculation=SpeculationParams(NUM_DRAFT_TOKENS, "model", AcceptanceRuleName.BLOCK)),
-    "tree": Case(speculation=SpeculationParams(NUM_TREE_TOKENS, "toy-tree")),
-    "tree, top_p 0.8": Case(SamplingParams(top_p=0.8), SpeculationParams(NUM_TREE_TOKENS, "toy-tree")),
+    "block rule": Case(
+        speculation=SpeculationParams(
+            num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.BLOCK
+        )
+    ),
+    "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="toy-tree")),
+    "tree, top_p 0.8": Case(
+        SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="toy-tree")
+    ),
 }
 
 
@@ -271,7 +279,7 @@ async def services(target: Path, draft: Path) -> AsyncIterator[Services]:
 
 
 async def generate(
-    client: Client, case: Case, seeds: Sequence[int], on_completion: Callable[[int], None] = lambda count: None
+    client: AsyncClient, case: Case, seeds: Sequence[int], on_completion: Callable[[int], None] = lambda count: None
 ) -> list[Completion]:
     """Generate one text a seed, many at a time; `on_completion` is told how many are done."""
     left = iter(seeds)
@@ -288,13 +296,13 @@ async def generate(
     return completions
 
 
-async def generate_one(client: Client, case: Case, seed: int) -> Completion:
+async def generate_one(client: AsyncClient, case: Case, seed: int) -> Completion:
     """Generate one text."""
     sampling = replace(case.sampling, seed=seed, max_new_tokens=NUM_TOKENS, ignore_eos=True)
-    return await client.complete(PROMPT, sampling=sampling, speculation=case.speculation)
+    return await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=case.speculation)
 
 
-async def completions_of(client: Client, case: Case, num_generations: int, started: Services) -> list[Completion]:
+async def completions_of(client: AsyncClient, case: Case, num_generations: int, started: Services) -> list[Completion]:
     """Generate a case's texts; a draft worker is killed after a quarter of them, and is back for the second half."""
     if not case.kills_draft:
         return await generate(client, case, range(num_generations))
@@ -310,7 +318,7 @@ async def completions_of(client: Client, case: Case, num_generations: int, start
     return bereft + await generate(client, case, range(half, num_generations))
 
 
-async def until_drafting(client: Client, case: Case) -> None:
+async def until_drafting(client: AsyncClient, case: Case) -> None:
     """Return once texts are drafted again."""
     drafting = False
     while not drafting:
@@ -361,7 +369,7 @@ async def judge(name: str, num_generations: int, started: Services, target: Path
     case = CASES[name]
     distribution = joint_distribution(distributions_of(target, case.sampling), NUM_TOKENS)
     begin = time.perf_counter()
-    async with Client(started.stack.address) as client:
+    async with AsyncClient(started.stack.address) as client:
         completions = await completions_of(client, case, num_generations, started)
     elapsed_s = time.perf_counter() - begin
     found = agreement([completion.tokens for completion in completions], distribution)

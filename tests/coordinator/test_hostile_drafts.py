@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from specdec.client import Client, SamplingParams, SpeculationParams
+from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.messages import model_to_proto
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, types_pb2
@@ -180,7 +180,7 @@ async def test_nonsense_costs_speed_only(
     worker, _ = lying
     worker.reply, worker.num_rounds = NONSENSE[name], 0
     sampling = SamplingParams(temperature=0, max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         if not expected:
             plain = await client.complete(PROMPT, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0))
             expected["plain"] = plain.tokens
