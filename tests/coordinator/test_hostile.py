@@ -146,7 +146,7 @@ async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.Genera
 async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     error = await outcome(stub.Generate(request(text="x" * (100 << 20))))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         with pytest.raises(InvalidArgumentError, match="shorten the prompt"):
             await client.complete("x" * (100 << 20))
     assert await good_tokens(stub)
@@ -183,7 +183,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
     target, draft = build("llama", tmp_path / "target"), build("llama", tmp_path / "draft")
     save_tokenizer(target, 300)
     save_tokenizer(draft, 300, prefix="other")
-    async with cluster(target, draft, drafters="model") as running, Client(running.address) as client:
+    async with cluster(target, draft, drafters="model") as running, AsyncClient(running.address) as client:
         with pytest.raises(ModelMismatchError, match=r"differ in tokenizer.*num_draft_tokens"):
             await client.complete([1, 2], sampling=SamplingParams(max_new_tokens=2))
 
