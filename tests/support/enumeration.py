@@ -229,9 +229,19 @@ class Enumeration:
         tokens: History = ()
         distributions: tuple[SparseDistribution, ...] = ()
         for _ in range(num_draft_tokens):
-            distributions += (self.pair.draft((*history, *tokens)),)
-            tokens += (draws.token(distributions[-1]),)
+            text = (*history, *tokens)
+            token = draws.token(self.drawn_from(text))
+            distributions += (self.shipped(text, token),)
+            tokens += (token,)
         return Proposal(tokens, distributions)
+
+    def drawn_from(self, text: History) -> SparseDistribution:
+        """Return the distribution from which a draft token is drawn."""
+        return self.pair.draft(text)
+
+    def shipped(self, text: History, token: int) -> SparseDistribution:
+        """Return the distribution that the proposal holds for a token: the one it was drawn from."""
+        return self.drawn_from(text)
 
     def target_distribution(self, history: History, proposal: Proposal, position: int) -> Dense:
         """Return the target's distribution [V] at a position of the proposal."""
