@@ -61,6 +61,11 @@ class Mutant(Enumeration):
 
     pair: Pair = WHOLE
     total_variation: float = 0.0
+    num_draft_tokens: int = 2
+
+    def production(self) -> Enumeration:
+        """Return the production code on the same distributions."""
+        return Enumeration(self.pair)
 
 
 # ---- the rule
