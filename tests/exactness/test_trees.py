@@ -5,8 +5,6 @@ continued by the target itself, must have the target's joint distribution; round
 number of rounds then has it, which the Markov tests show once more.
 """
 
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,17 +15,18 @@ from hypothesis import strategies as st
 from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Proposal
 from tests.support.enumeration import (
-    Dense,
     Draws,
     Enumeration,
     History,
     Pair,
     dense,
+    expected_accepted,
     markov_pair,
     prob_of,
     target_text_distribution,
     truncated,
 )
+from tests.support.pairs import DISTRIBUTIONS, SWEEP, markov_pairs, rotating_pair, sparse_markov_pair
 from tests.support.trees import (
     LEAF,
     WAYS,
@@ -41,32 +40,15 @@ from tests.support.trees import (
     spine_shape,
 )
 
-SWEEP = int(os.environ.get("EXACTNESS_SWEEP", "1"))  # `make exactness` looks at so many times as many random examples
 RULES: list[AcceptanceRule] = [TokenRule(), BlockRule()]
-
-# a target, a draft, and the size of the draft's support
-DISTRIBUTIONS: dict[str, tuple[Sequence[int], Sequence[int], int]] = {
-    "ties": ([1, 1, 1], [1, 1, 1], 3),
-    "identical": ([1, 2, 3], [1, 2, 3], 3),
-    "disjoint": ([1, 3, 0], [0, 0, 1], 3),
-    "zero in the target": ([0, 3, 1], [2, 1, 1], 3),
-    "zero in the draft": ([2, 1, 1], [0, 3, 1], 3),
-    "one-hot target": ([0, 1, 0], [2, 1, 1], 3),
-    "one-hot draft": ([2, 1, 1], [0, 1, 0], 3),
-    "one-hot draft, impossible": ([2, 0, 1], [0, 1, 0], 3),
-    "both one-hot": ([0, 0, 1], [0, 1, 0], 3),
-    "two tokens with a residual": ([1, 5, 3], [4, 4, 1], 3),
-    "a tail": ([2, 3, 4], [3, 1, 2], 2),
-    "a tail and a zero": ([3, 0, 2], [2, 3, 1], 2),
-    "a tail, a support of one": ([1, 2, 2], [1, 3, 1], 1),
-    "no tail mass": ([2, 3, 0], [3, 2, 1], 2),
-}
 
 SHAPES: dict[str, Shape] = {
     "two siblings": full_shape(2, 1),
     "three siblings": full_shape(3, 1),
     "two siblings, a child of the first": ((LEAF,), LEAF),
     "two siblings, a child of the second": (LEAF, (LEAF,)),
+    "two siblings, a child of both": ((LEAF,), (LEAF,)),
+    "three siblings, a child of the second": (LEAF, (LEAF,), LEAF),
     "one, then two": ((LEAF, LEAF),),
     "one, one, two": (((LEAF, LEAF),),),
     "two siblings, a chain from the second": (LEAF, ((LEAF,),)),
@@ -74,24 +56,10 @@ SHAPES: dict[str, Shape] = {
 CHAINS: dict[str, Shape] = {f"a chain of {depth}": chain_shape(depth) for depth in (1, 2, 3)}
 CONFIGURATIONS = [(shape, way) for shape in SHAPES for way in WAYS] + [(shape, "independent") for shape in CHAINS]
 
-MARKOV_TARGETS = [dense(1, 5, 3), dense(4, 1, 4), dense(0, 3, 2)]
-MARKOV_DRAFTS = [dense(4, 4, 1), dense(1, 5, 4), dense(4, 2, 3)]
-
-
-def constant_pair(target: Sequence[int], draft: Sequence[int], size: int) -> Pair:
-    """Return distributions that do not depend on the text."""
-    target_distribution, draft_distribution = dense(*target), truncated(draft, size)
-    return Pair(lambda _: target_distribution, lambda _: draft_distribution, memory=1)
-
-
-def sparse_markov_pair(size: int) -> Pair:
-    """Return a Markov pair with supports of a size."""
-    return markov_pair(MARKOV_TARGETS, [truncated(draft, size) for draft in MARKOV_DRAFTS])
-
 
 def assert_round_is_exact(enumeration: Enumeration, depth: int) -> None:
     """Assert that a round, continued by the target itself, has the target's distribution: equality of fractions."""
-    distribution = enumeration.continued_distribution((0,), depth, depth + 1)
+    distribution = enumeration.continued_distribution((0,), enumeration.plays((0,), depth), depth + 1)
     assert distribution == target_text_distribution(enumeration.pair, (0,), depth + 1)
 
 
@@ -106,7 +74,7 @@ def test_one_round_of_a_tree(shape: str, way: str) -> None:
     """Every way to choose siblings, in every shape, for distributions with zeros, ties, tails and none in common."""
     for target, draft, size in DISTRIBUTIONS.values():
         tree = {**SHAPES, **CHAINS}[shape]
-        enumeration = TreeEnumeration(constant_pair(target, draft, size), shape=tree, siblings=WAYS[way])
+        enumeration = TreeEnumeration(rotating_pair(target, draft, size), shape=tree, siblings=WAYS[way])
         assert_round_is_exact(enumeration, depth_of(tree))
 
 
@@ -114,7 +82,7 @@ def test_the_number_of_configurations() -> None:
     """As many as the design promises, 580, and more."""
     count = len(CONFIGURATIONS) * len(DISTRIBUTIONS)
     print(f"{count} configurations of trees")
-    assert count >= 800
+    assert count >= 1000
 
 
 SPINES = {f"three levels below child {spine}": spine_shape((3, 3, 3), spine) for spine in range(3)}
@@ -149,7 +117,7 @@ def test_candidates_are_accepted_with_their_summed_mass(count: int) -> None:
     pair = Pair(lambda _: target, lambda _: draft)
     enumeration = TreeEnumeration(pair, shape=full_shape(count, 1), siblings=WAYS["most probable"])
     candidates = draft.token_ids[:count]
-    assert enumeration.expected_accepted((0,), 0) == sum(target[token] for token in candidates)
+    assert expected_accepted(enumeration.plays((0,), 0)) == sum(target[token] for token in candidates)
 
 
 # ---- shapes that depend on what was drawn
@@ -196,7 +164,7 @@ class InterleavedTree(Enumeration):
 def test_trees_may_grow_where_drawn_tokens_are_probable(rule: AcceptanceRule, start: int) -> None:
     """A drafter may choose what to expand by what it drew, under both rules; children are tried in the order drawn."""
     enumeration = DynamicTree(sparse_markov_pair(3 if start else 2), rule)
-    distribution = enumeration.continued_distribution((start,), 0, 5)
+    distribution = enumeration.continued_distribution((start,), enumeration.plays((start,), 0), 5)
     assert distribution == target_text_distribution(enumeration.pair, (start,), 5)
 
 
@@ -212,14 +180,6 @@ def test_the_block_rule_needs_the_number_of_children_first() -> None:
 
 
 # ---- any rational distributions
-
-
-@st.composite
-def markov_pairs(draw_from: st.DrawFn) -> Pair:
-    """Draw a Markov pair over three tokens with rational distributions and supports of any size."""
-    weights = st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any)
-    targets: list[Dense] = [dense(*draw_from(weights)) for _ in range(3)]
-    return markov_pair(targets, [truncated(draw_from(weights), draw_from(st.integers(1, 3))) for _ in range(3)])
 
 
 @settings(max_examples=40 * SWEEP, deadline=None, derandomize=True, database=None)

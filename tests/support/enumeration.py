@@ -8,7 +8,7 @@ Fractions pass through production code that is typed for floats: `sparse` hands 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate, pairwise
@@ -324,11 +324,11 @@ class Enumeration:
     # its text
 
     def round_distribution(
-        self, history: History, num_draft_tokens: int, note: Callable[[Play], Note] = lambda play: None
+        self, history: History, plays: Iterable[Play], note: Callable[[Play], Note] = lambda play: None
     ) -> Mapping[tuple[History, Note], Fraction]:
         """Return the distribution of the text that one round appends, and of what is noted of the round."""
         distribution: dict[tuple[History, Note], Fraction] = defaultdict(Fraction)
-        for play in self.plays(history, num_draft_tokens):
+        for play in plays:
             for token, prob in self.closing(history, play).items():
                 distribution[(*play.accepted, token), note(play)] += play.probability * prob
         return distribution
@@ -358,7 +358,7 @@ class Enumeration:
             seen = history[-self.pair.memory :] if self.pair.memory else history
             size = num_draft_tokens(history, last_note)
             if (seen, size) not in rounds:
-                rounds[seen, size] = self.round_distribution(seen, size, note)
+                rounds[seen, size] = self.round_distribution(seen, self.plays(seen, size), note)
             for (text, noted), prob in rounds[seen, size].items():
                 longer = (*history, *text)
                 if len(longer) >= len(prompt) + num_tokens:
@@ -367,10 +367,10 @@ class Enumeration:
                     unfinished[longer, noted] = unfinished.get((longer, noted), ZERO) + chance * prob
         return {text: prob for text, prob in distribution.items() if prob}
 
-    def continued_distribution(self, history: History, num_draft_tokens: int, num_tokens: int) -> Distribution:
+    def continued_distribution(self, history: History, plays: Iterable[Play], num_tokens: int) -> Distribution:
         """Return the distribution of the first tokens where one round is played and the target goes on by itself."""
         texts: dict[History, Fraction] = defaultdict(Fraction)
-        for (text, _), prob in self.round_distribution(history, num_draft_tokens).items():
+        for (text, _), prob in self.round_distribution(history, plays).items():
             texts[text[:num_tokens]] += prob
         for length in range(1, num_tokens):
             for text in [each for each in texts if len(each) == length]:
@@ -379,10 +379,10 @@ class Enumeration:
                     texts[*text, token] += chance * prob
         return {text: prob for text, prob in texts.items() if prob}
 
-    def expected_accepted(self, history: History, num_draft_tokens: int) -> Fraction:
-        """Return the mean number of accepted tokens of a round."""
-        plays = self.plays(history, num_draft_tokens)
-        return sum((play.probability * play.verdict.num_accepted for play in plays), ZERO)
+
+def expected_accepted(plays: Iterable[Play]) -> Fraction:
+    """Return the mean number of accepted tokens of a round."""
+    return sum((play.probability * play.verdict.num_accepted for play in plays), ZERO)
 
 
 def text_at(proposal: Proposal, position: int) -> History:

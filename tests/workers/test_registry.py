@@ -9,7 +9,7 @@ from draft_service import drafters
 from draft_service.registry import registered
 from draft_service.settings import chosen_kinds, settings_for
 
-NEW_DRAFTER = '''
+NEW_DRAFTER = """
 from pydantic import BaseModel, Field
 from draft_service.drafter import DrafterKind
 
@@ -20,7 +20,7 @@ async def build(settings, server, stack):
     raise ValueError(f"echoes {settings.echo_length}")
 
 KIND = DrafterKind("echo", EchoSettings, build)
-'''
+"""
 
 
 @pytest.fixture
