@@ -101,9 +101,13 @@ class TokenRule:
 
     def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
         """Return the accepted path and the closing token."""
+        return self.accept_after((), proposal, scores, uniforms)
+
+    def accept_after(self, prefix: Sequence[int], proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
+        """Return the accepted path and the closing token, given that a path from the root is accepted already."""
         children, unions = proposal.children(), proposal.unions()
-        path: list[int] = []
-        position = 0
+        path = list(prefix)
+        position = path[-1] + 1 if path else 0
         while children[position]:
             remainder = Remainder.at(unions[position], scores.positions[position])
             for child in children[position]:
@@ -133,48 +137,53 @@ class TokenRule:
 class BlockRule:
     """Tests a chain as a block: keeps the longest prefix that passes (Sun et al. 2024, algorithm 2).
 
-    A tree is left to the token rule. Both are exact, and the shape is fixed before anything is drawn.
+    Of a tree, the chain that it begins with is the block; from the first position with several children on, the token
+    rule decides. A drafter may end the chain or branch depending on the tokens drawn so far. But it must settle whether
+    a position has one child or several before it draws the first of them: otherwise the rule is not exact.
     """
 
     def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
-        """Return the accepted prefix and the closing token."""
-        if not proposal.is_chain:
-            return TokenRule().accept(proposal, scores, uniforms)
+        """Return the accepted path and the closing token."""
         weights = prefix_weights(proposal, scores)
         thresholds = self._accept_thresholds(proposal, scores, weights)
         num_accepted = max((i + 1 for i, h in enumerate(thresholds) if uniforms.accept[i] < h), default=0)
         path = tuple(range(num_accepted))
-        if num_accepted == len(proposal):
-            return Verdict(path, scores.positions[-1].tail_token, TokenOrigin.BONUS)
+        if num_accepted == len(thresholds):
+            return TokenRule().accept_after(path, proposal, scores, uniforms)
         remainder = block_closing(proposal, scores, num_accepted, weights[num_accepted])
         return Verdict(path, remainder.draw(uniforms.close), TokenOrigin.RECOVERED)
 
     def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
         """Return where `accept` changes its decisions."""
-        if not proposal.is_chain:
-            return TokenRule().thresholds(proposal, scores)
         weights = prefix_weights(proposal, scores)
+        accept = self._accept_thresholds(proposal, scores, weights)
         close = [
-            block_closing(proposal, scores, position, weights[position]).thresholds()
-            for position in range(len(proposal))
+            block_closing(proposal, scores, position, weights[position]).thresholds() for position in range(len(accept))
         ]
-        return Thresholds(self._accept_thresholds(proposal, scores, weights), [*close, ()])
+        after = TokenRule().thresholds(proposal, scores)
+        return Thresholds([*accept, *after.accept[len(accept) :]], [*close, *after.close[len(accept) :]])
 
     @staticmethod
     def _accept_thresholds(proposal: Proposal, scores: Scores, weights: Sequence[float]) -> list[float]:
         """Return h_1 to h_K: with r the residual mass after a prefix of weight w, h = r / (r + 1 - w); h_K is w_K."""
         thresholds = []
-        for position in range(1, len(proposal)):
+        for position in range(1, len(weights) - 1):
             residual = block_residual(proposal, scores, position, weights[position]).total
             total = residual + 1 - weights[position]
             thresholds.append(residual / total if total > 0 else 0.0)
-        return [*thresholds, weights[-1]][: len(proposal)]
+        return [*thresholds, weights[-1]][: len(weights) - 1]
+
+
+def first_chain(proposal: Proposal) -> int:
+    """Return the length K of the chain that a proposal begins with, up to the first position without a single child."""
+    return next(position for position, children in enumerate(proposal.children()) if children != [position])
 
 
 def prefix_weights(proposal: Proposal, scores: Scores) -> list[float]:
-    """Return w_0 to w_K of a chain: w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i))."""
+    """Return w_0 to w_K of the first chain: w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i))."""
     weights: list[float] = [1]
-    for token, draft, target in zip(proposal.tokens, proposal.distributions, scores.positions, strict=False):
+    for position in range(first_chain(proposal)):
+        token, draft, target = proposal.tokens[position], proposal.distributions[position], scores.positions[position]
         index = draft.token_ids.index(token)
         draft_prob = draft.probs[index]
         weights.append(min(1, weights[-1] * target.support_probs[index] / draft_prob) if draft_prob > 0 else 0)
