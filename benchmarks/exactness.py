@@ -29,11 +29,11 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.child import Child
 from specdec.serving.local import Options, environment_of, running, worker_commands
 from specdec.types import AcceptanceRuleName
-from tests.support.distributions import Agreement, History, agreement, joint_distribution, reference_distribution
 
 VOCAB_SIZE = 6
 NUM_TOKENS = 4
