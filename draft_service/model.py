@@ -19,7 +19,6 @@ import torch
 from draft_service.drafters import Drafted, DraftRequest
 from draft_service.metrics import METRICS, count_ahead
 from specdec.engine import CacheMiss, EngineError, EngineLoop, Task, Timings
-from specdec.engine.held import HeldTokens
 from specdec.errors import NonFiniteLogits
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draft_distributions, draw
@@ -42,27 +41,30 @@ class ProposeTask(Task[Proposal]):
         self,
         session: Session,
         ask: DraftRequest,
-        held: HeldTokens,
         match: bool,
         begun: Proposal = NOTHING,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(session.session_id, ask.start, list(ask.tokens), min(1, ask.num_draft_tokens))
+        super().__init__(
+            session.session_id,
+            ask.start,
+            [*ask.tokens, *begun.tokens],
+            min(1, ask.num_draft_tokens),
+            num_committed=ask.committed_length,
+            match=match or bool(begun.tokens),
+        )
         self.session = session
         self.ask = ask
         self.uniforms = uniforms(session.seed, ask.committed_length, ask.num_draft_tokens, Purpose.DRAFT)
         self.drawn: list[int] = []
         self.rows: list[SparseDistribution] = []
-        self._held = held
-        self._match = match
         self._begun = begun
         self._interrupted = interrupted
 
     def prepare(self) -> None:
         """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""
         self.drawn, self.rows = list(self._begun.tokens), list(self._begun.rows)
-        tokens, match = [*self.ask.tokens, *self.drawn], self._match or bool(self.drawn)
-        self.tokens = self._held.resume(self.sequence, self.start, tokens, self.num_rows, match)
+        super().prepare()
         if not self.tokens:
             self.finish(NOTHING)
 
@@ -71,7 +73,7 @@ class ProposeTask(Task[Proposal]):
         sampling = self.session.sampling
         if not sampling.has_penalties:
             return SamplingContext(sampling)
-        text, num_prompt = self._held.of(self.sequence), self.session.num_prompt_tokens
+        text, num_prompt = self.sequence.tokens, self.session.num_prompt_tokens
         return SamplingContext(sampling, text[:num_prompt], text[num_prompt:])
 
     def draw_from(self, row: SparseDistribution) -> None:
@@ -82,8 +84,7 @@ class ProposeTask(Task[Proposal]):
         if len(self.drawn) == self.ask.num_draft_tokens or self._interrupted():
             self.finish(Proposal(tuple(self.drawn), tuple(self.rows)))
             return
-        self._held.of(self.sequence).append(token)
-        self.tokens, self.num_rows = [token], 1
+        self.proceed([token])
 
 
 class GuessTask(ProposeTask):
@@ -145,7 +146,6 @@ class ModelDrafter:
     def __init__(self, engine: EngineLoop[Any], model: ModelInfo, draft_ahead: bool) -> None:
         self.model = model
         self._engine = engine
-        self._held = HeldTokens()
         self._draft_ahead = draft_ahead
         self._ahead: dict[str, tuple[Session, asyncio.Task[Ahead | None]]] = {}  # by session id; the stream's Session
         self._num_asking = 0
@@ -160,7 +160,7 @@ class ModelDrafter:
             if ask.num_draft_tokens and len(begun) == ask.num_draft_tokens:
                 proposal, timings = begun, Timings(total_s=time.perf_counter() - began_s)
             else:
-                task = ProposeTask(session, ask, self._held, match, begun)
+                task = ProposeTask(session, ask, match, begun)
                 proposal, timings = await run_task(self._engine, task), task.timings
         except CacheMiss as miss:
             return Drafted(NOTHING, miss.cached_len)
@@ -199,11 +199,11 @@ class ModelDrafter:
         if self._is_asked():
             return None
         with suppress(EngineError, NonFiniteLogits):
-            guessing = GuessTask(session, replace(ask, num_draft_tokens=1), self._held, match=False)
+            guessing = GuessTask(session, replace(ask, num_draft_tokens=1), match=False)
             guess: Proposal = await self._engine.run(guessing)
             ask = self._within_context(DraftRequest(ask.start, [*ask.tokens, *guess.tokens], ask.num_draft_tokens))
             if ask.num_draft_tokens and not self._is_asked():
-                task = ProposeTask(session, ask, self._held, match=False, interrupted=self._is_asked)
+                task = ProposeTask(session, ask, match=False, interrupted=self._is_asked)
                 return Ahead(session, ask, await self._engine.run(task))
         return None
 

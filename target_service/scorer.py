@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 import torch
 
 from specdec.engine import Task
-from specdec.engine.held import HeldTokens
 from specdec.errors import NonFiniteLogits
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw_dense, drop_padding, is_finite, next_token_distributions
@@ -38,25 +37,24 @@ class Round:
 class ScoreTask(Task[Scores]):
     """One session's round in the engine: K + 1 rows at the last committed token and the K draft tokens."""
 
-    def __init__(self, session: Session, given: Round, held: HeldTokens, match: bool) -> None:
+    def __init__(self, session: Session, given: Round, match: bool) -> None:
         super().__init__(
-            session.session_id, given.start, [*given.tokens, *given.draft_tokens], len(given.draft_tokens) + 1
+            session.session_id,
+            given.start,
+            [*given.tokens, *given.draft_tokens],
+            len(given.draft_tokens) + 1,
+            num_committed=given.committed_length,
+            match=match,
         )
         self.session = session
         self.round = given
-        self._held = held
-        self._match = match
-
-    def prepare(self) -> None:
-        """Truncate to `start`; where a stream begins, keep what the cache holds of its tokens already."""
-        self.tokens = self._held.resume(self.sequence, self.start, self.tokens, self.num_rows, self._match)
 
     def contexts(self) -> list[SamplingContext]:
         """Return what each row depends on, [K + 1]."""
         sampling = self.session.sampling
         if not sampling.has_penalties:
             return [SamplingContext(sampling)] * self.num_rows
-        text = self._held.of(self.sequence)
+        text = self.sequence.tokens
         prompt = text[: self.session.num_prompt_tokens]
         ends = range(self.round.committed_length, self.round.committed_length + self.num_rows)
         return [SamplingContext(sampling, prompt, text[len(prompt) : end]) for end in ends]
@@ -67,11 +65,10 @@ class Scorer:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._held = HeldTokens()
 
     def task(self, session: Session, given: Round, match: bool) -> ScoreTask:
         """Return the engine's task for one round; `match` keeps cached tokens behind `start` that are the same."""
-        return ScoreTask(session, given, self._held, match)
+        return ScoreTask(session, given, match)
 
     def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
         """End each task with its scores, or with NonFiniteLogits, from logits [sum of K + 1, V]."""
