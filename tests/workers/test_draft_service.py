@@ -24,10 +24,7 @@ from draft_service.model.tasks import DraftProcessor, ProposeTask
 from draft_service.servicer import DraftServicer
 from draft_service.settings import SETTINGS as DraftSettings
 from specdec.channel import open_channel
-from specdec.engine import KvCache, LanguageModel
-from specdec.engine.held import HeldTokens
-from specdec.engine.kv import LayerShape
-from specdec.engine.task import TaskState
+from specdec.engine import ContiguousPool, ForwardOutput, KvCache, LanguageModel, LayerShape, Submission
 from specdec.errors import FencedError
 from specdec.exact import codec
 from specdec.exact.randomness import Key, Purpose, uniform
@@ -113,7 +110,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     forward = LanguageModel.forward
     FED.clear()
 
-    def counting(self: LanguageModel, feeds: Any) -> torch.Tensor:
+    def counting(self: LanguageModel, feeds: Any) -> ForwardOutput:
         feeds = list(feeds)
         FED.append(sum(len(feed.tokens) for feed in feeds))
         for feed in feeds:
@@ -340,12 +337,12 @@ async def test_takeover_and_close(channel, names, reference, fed: list[int]) -> 
 
 def test_a_task_that_begins_again_forgets_what_it_drew() -> None:
     """Its sequence was evicted in mid-draft: the engine prepares it anew."""
-    cache = KvCache([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8)
-    task = ProposeTask(Session("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), HeldTokens(), match=False)
+    cache = KvCache(ContiguousPool([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8))
+    task = ProposeTask(Session("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), match=False)
     task.sequence = cache.open("s")
     task.prepare()
     task.sequence.reserve(2)
-    task.sequence.advance(2)
+    task.sequence.append([1, 2])
     task.draw_from(SparseDistribution((5,), (1.0,)))
     assert (task.drawn, task.tokens) == ([5], [5])
     task.sequence.close()
@@ -532,21 +529,21 @@ async def test_who_was_fenced_while_it_wrote_goes_on_with_nothing() -> None:
 
 async def test_who_drafts_ahead_makes_way_after_the_forward_in_progress() -> None:
     """With the token that it was due: what was begun can be gone on from."""
-    cache, asked = KvCache([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8), False
-    task = ProposeTask(
-        Session("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), HeldTokens(), False, interrupted=lambda: asked
-    )
-    task.take(TaskState(1))
+    cache, asked = KvCache(ContiguousPool([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8)), False
+    task = ProposeTask(Session("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), False, interrupted=lambda: asked)
+    task.submit(Submission(1))
     task.sequence = cache.open("s")
     task.prepare()
     task.sequence.reserve(2)
-    task.sequence.advance(2)
+    task.sequence.append([1, 2])
     task.draw_from(SparseDistribution((5,), (1.0,)))
     assert not task.done
     asked = True
     task.draw_from(SparseDistribution((6,), (1.0,)))
     assert task.done
-    assert task.state.result == Proposal((5, 6), (SparseDistribution((5,), (1.0,)), SparseDistribution((6,), (1.0,))))
+    assert task.submission.result == Proposal(
+        (5, 6), (SparseDistribution((5,), (1.0,)), SparseDistribution((6,), (1.0,)))
+    )
 
 
 # ---- drafting by lookup
