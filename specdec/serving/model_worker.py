@@ -55,6 +55,8 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         eos_token_ids=eos_token_ids(folder),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
     )
 
 
