@@ -245,7 +245,8 @@ class LeavesTreesToTokenRule(BlockMutant):
             draft = self.pair.draft(text)
             count = 2 if index == 2 and text[-1] == 0 else 1
             candidates = [Candidate(draws.token(draft), draft) for _ in range(count)]
-            position = [tree.add(candidate, position) for candidate in candidates][0]
+            positions = [tree.add(candidate, position) for candidate in candidates]
+            position = positions[0]
             text = (*text, candidates[0].token)
         return tree.proposal()
 
