@@ -26,7 +26,7 @@ from specdec.exact.values import (
     Timing,
     one_hot,
 )
-from specdec.messages import MAX_LOGPROBS
+from specdec.types import MAX_LOGPROBS
 from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 UINT32 = np.dtype("<u4")

@@ -1,7 +1,7 @@
 """All of specdec on this machine, each service a process of its own, on loopback: what `specdec up` runs.
 
     async with running(Options(target="models/target", draft="models/draft"), print_line) as stack:
-        client = Client(stack.address)
+        client = AsyncClient(stack.address)
 
 Workers first, on free ports; once they serve, the coordinator; once it serves, one token as proof. They end in the
 other order: the coordinator lets its streams finish, then nobody needs the workers.
@@ -23,7 +23,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
-from specdec.client import Client, SamplingParams, SpecdecError
+from specdec.client import AsyncClient
+from specdec.errors import SpecdecError
 from specdec.serving.child import Child, OnLine
 from specdec.serving.settings import (
     ENV_PREFIX,
@@ -33,6 +34,7 @@ from specdec.serving.settings import (
     settings_of,
     variable_names,
 )
+from specdec.types import SamplingParams
 
 MODULES = ("coordinator", "target_service", "draft_service")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -300,9 +302,9 @@ class Stack:
     async def _prove(self) -> None:
         """Generate one token of token 0, which every vocabulary has."""
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
-        async with Client(self.address, timeout_s=WARM_UP_S) as client:
+        async with AsyncClient(self.address, timeout_s=WARM_UP_S) as client:
             try:
-                await client.complete([0], sampling=sampling)
+                await client.complete(prompt_token_ids=[0], sampling=sampling)
             except SpecdecError as error:
                 raise CannotRun(f"the services run, but a first token did not come: {error}") from error
 

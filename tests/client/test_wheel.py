@@ -67,7 +67,7 @@ def test_every_requirement_is_pinned() -> None:
     assert all(version for _, _, version in pins)
     groups = [PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"].values()]
     required = [entry for group in (*groups, PROJECT["build-system"]["requires"]) for entry in group]
-    assert {normal(entry) for entry in required} <= {normal(name) for name, _, _ in pins}
+    assert {normal(entry) for entry in required} - {"specdec"} <= {normal(name) for name, _, _ in pins}
 
 
 def normal(requirement: str) -> str:

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 import torch
 
+from specdec import AsyncClient, SamplingParams
 from specdec.channel import open_channel
-from specdec.client import Client, SamplingParams
 from specdec.errors import InvalidArgumentError, ModelMismatchError, from_rpc_error
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
@@ -146,7 +146,7 @@ async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.Genera
 async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     error = await outcome(stub.Generate(request(text="x" * (100 << 20))))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         with pytest.raises(InvalidArgumentError, match="shorten the prompt"):
             await client.complete("x" * (100 << 20))
     assert await good_tokens(stub)
@@ -154,21 +154,21 @@ async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.Gene
 
 async def test_client_that_leaves(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     """A client that leaves after the first token pauses its session, which another one resumes to the same end."""
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         greedy = SamplingParams(temperature=0, max_new_tokens=100)
-        whole = await client.complete([1, 2, 3], sampling=greedy)
-        stream = client.generate([1, 2, 3], sampling=greedy)
+        whole = await client.complete(prompt_token_ids=[1, 2, 3], sampling=greedy)
+        stream = client.generate(prompt_token_ids=[1, 2, 3], sampling=greedy)
         first = await anext(stream)
-        await stream.aclose()
-        rest = [c async for c in client.resume(first.session_id, first.end, first.digest)]
+        await stream.close()
+        rest = [c async for c in client.resume(first.session_id, offset=first.end, digest=first.digest)]
         assert (*first.tokens, *(t for c in rest for t in c.tokens)) == whole.tokens
     assert await good_tokens(stub)
 
 
 async def test_cancelled_session(served: Cluster) -> None:
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         endless = SamplingParams(temperature=1, max_new_tokens=100, ignore_eos=True)
-        stream = client.generate([1, 2, 3], sampling=endless)
+        stream = client.generate(prompt_token_ids=[1, 2, 3], sampling=endless)
         first = await anext(stream)
         await client.cancel(first.session_id)
         last = [first, *[chunk async for chunk in stream]][-1]
@@ -183,7 +183,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
     target, draft = build("llama", tmp_path / "target"), build("llama", tmp_path / "draft")
     save_tokenizer(target, 300)
     save_tokenizer(draft, 300, prefix="other")
-    async with cluster(target, draft, drafters="model") as running, Client(running.address) as client:
+    async with cluster(target, draft, drafters="model") as running, AsyncClient(running.address) as client:
         with pytest.raises(ModelMismatchError, match=r"differ in tokenizer.*num_draft_tokens"):
             await client.complete([1, 2], sampling=SamplingParams(max_new_tokens=2))
 

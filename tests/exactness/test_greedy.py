@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.client import Client, SamplingParams, SpeculationParams
+from specdec import AsyncClient, SamplingParams, SpeculationParams
 from tests.support.architectures import SERVED, VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 
@@ -37,11 +37,14 @@ async def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     draft = save_tokenizer(noisy_copy(target, tmp_path / "draft"), VOCAB_SIZE)
     expected = reference(target, PROMPTS)
     accepted = 0
-    async with cluster(target, draft) as running, Client(running.address) as client:
+    async with cluster(target, draft) as running, AsyncClient(running.address) as client:
         for count in (0, 1, 4, 8):
             speculation = SpeculationParams(num_draft_tokens=count)
             completions = await asyncio.gather(
-                *(client.complete(prompt, sampling=GREEDY, speculation=speculation) for prompt in PROMPTS)
+                *(
+                    client.complete(prompt_token_ids=prompt, sampling=GREEDY, speculation=speculation)
+                    for prompt in PROMPTS
+                )
             )
             assert [completion.tokens for completion in completions] == expected, f"K = {count}"
             accepted += sum(completion.finish.statistics.num_accepted_tokens for completion in completions)

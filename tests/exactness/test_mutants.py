@@ -8,11 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
-from coordinator.draft_length import Costs, DraftLength
-from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
-from tests.support import block_mutants, loop_mutants, mutants, tree_mutants
-from tests.support.distributions import (
+from benchmarks.judging import (
     Agreement,
     Floats,
     History,
@@ -20,6 +16,10 @@ from tests.support.distributions import (
     joint_distribution,
     reference_distribution,
 )
+from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
+from coordinator.draft_length import Costs, DraftLength
+from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
+from tests.support import block_mutants, loop_mutants, mutants, tree_mutants
 from tests.support.enumeration import Enumeration, target_text_distribution, total_variation
 from tests.support.toys import (
     NUM_TOKENS,

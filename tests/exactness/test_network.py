@@ -22,6 +22,7 @@ from benchmarks.exactness import (
     save_pair,
     services,
 )
+from benchmarks.judging import agreement, joint_distribution
 from specdec.channel import open_channel
 from specdec.exact.codec import distributions_from_proto
 from specdec.exact.randomness import Key, Purpose, uniform
@@ -29,7 +30,6 @@ from specdec.exact.sampling import draw
 from specdec.serving.session_stream import open_session
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2, draft_pb2_grpc
-from tests.support.distributions import agreement, joint_distribution
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
