@@ -169,7 +169,7 @@ class BlockRule:
         thresholds = []
         for position in range(1, len(weights) - 1):
             residual = block_residual(proposal, scores, position, weights[position]).total
-            total = residual + 1 - weights[position]
+            total = residual + (1 - weights[position])
             thresholds.append(residual / total if total > 0 else 0.0)
         return [*thresholds, weights[-1]][: len(weights) - 1]
 

@@ -214,9 +214,46 @@ class OneUniformForTheBlock(BlockMutant):
         return FIRST_TEST if use.purpose is FIRST_TEST.purpose else use
 
 
+class TokenRuleForTrees(BlockRule):
+    """Tests a chain as a block, and any other tree by the token rule."""
+
+    def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
+        """Return the accepted path and the closing token."""
+        return (BlockRule() if proposal.is_chain else TokenRule()).accept(proposal, scores, uniforms)
+
+    def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
+        """Return where decisions change."""
+        return (BlockRule() if proposal.is_chain else TokenRule()).thresholds(proposal, scores)
+
+
+@dataclass(frozen=True)
+class LeavesTreesToTokenRule(BlockMutant):
+    """Chooses between the rules by whether the proposal is a chain, where that depends on the tokens drawn."""
+
+    rule: AcceptanceRule = field(default_factory=TokenRuleForTrees)
+    num_draft_tokens: int = 3
+    total_variation: float = 0.0351
+
+    def production(self) -> Enumeration:
+        """Return the block rule on the same trees."""
+        return replace(self, rule=BlockRule())
+
+    def propose(self, history: History, num_draft_tokens: int, draws: Draws) -> Proposal:
+        """Draft a chain; after two tokens of which the second is 0, draft two siblings."""
+        tree, text, position = GrowingTree(), history, 0
+        for index in range(num_draft_tokens):
+            draft = self.pair.draft(text)
+            count = 2 if index == 2 and text[-1] == 0 else 1
+            candidates = [Candidate(draws.token(draft), draft) for _ in range(count)]
+            positions = [tree.add(candidate, position) for candidate in candidates]
+            position = positions[0]
+            text = (*text, candidates[0].token)
+        return tree.proposal()
+
+
 @dataclass(frozen=True)
 class BranchesAfterDrawing(BlockMutant):
-    """Adds a sibling because of what was drawn: whether the block rule or the token rule decides is then not fixed."""
+    """Adds a sibling because of the token drawn there, so that the block ends before that token only if it is 0."""
 
     rule: AcceptanceRule = field(default_factory=BlockRule)
     num_draft_tokens: int = 3
