@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdec.engine.errors import CacheMiss, EngineError
-from specdec.exact.tree import chain_length, is_tree, longest_path
 from specdec.exact.prefix import num_equal
+from specdec.exact.tree import chain_length, is_tree, longest_path
 
 
 class Storage(Protocol):

@@ -60,9 +60,7 @@ def ancestor_matrix(parents: Sequence[int]) -> NDArray[np.bool_]:
     return matrix
 
 
-def longest_path(
-    parents: Sequence[int], tree_tokens: Sequence[int], position: int, tokens: Sequence[int]
-) -> list[int]:
+def longest_path(parents: Sequence[int], tree_tokens: Sequence[int], position: int, tokens: Sequence[int]) -> list[int]:
     """Return the longest path down from `position` that spells a prefix of `tokens`, as indices.
 
     Siblings may hold the same token: the longest path is found whichever of them it passes.
