@@ -3,29 +3,23 @@
 Safety is the epoch's: a commit names the epoch, length and digest that it builds on, and the script refuses anything
 else. A commit whose reply was lost is recognised when it is repeated, so the client library may retry.
 
-The embedded store is fakeredis in this process, running the same Lua.
+The embedded store is fakeredis in this process, running the same Lua (coordinator/redis_client.py).
 """
 
 import struct
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from importlib.resources import files
-from typing import Any, cast
+from typing import Any
 
-import fakeredis
 import numpy as np
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from coordinator.generation import OutputToken, Round
-from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, Unavailable
+from coordinator.redis_client import RedisClient, open_redis
+from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
 
-SOCKET_TIMEOUT_S = 2.0
 UNSTARTED_STATISTICS = generation_pb2.Statistics().SerializeToString()
 
 
@@ -59,21 +53,19 @@ class SessionCancelled(Exception):
 class SessionStore:
     """Sessions in one Redis. Every method raises Unavailable while Redis does not answer."""
 
-    def __init__(self, client: Redis, ttl_s: float) -> None:
-        self._client = client
+    def __init__(self, redis: RedisClient, ttl_s: float) -> None:
+        self._redis = redis
         self._ttl_ms = int(ttl_s * 1000)
-        self._create, self._commit, self._claim, self._cancel = (
-            client.register_script((files("coordinator") / f"{name}.lua").read_text())
-            for name in ("create", "commit", "claim", "cancel")
-        )
+        self._create, self._commit = redis.script("create"), redis.script("commit")
+        self._claim, self._cancel = redis.script("claim"), redis.script("cancel")
 
     async def ping(self) -> None:
         """Return once Redis answered."""
-        await _answer(cast(Awaitable[Any], self._client.ping()))
+        await self._redis.ping()
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._redis.close()
 
     async def create(
         self, session_id: str, fingerprint: bytes, request: bytes, prompt: Sequence[int], digest: bytes
@@ -91,7 +83,7 @@ class SessionStore:
         }
         pairs: list[Any] = [item for pair in meta.items() for item in pair]
         arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt), *pairs]
-        if await _answer(self._create(keys=keys(session_id), args=arguments)) == b"conflict":
+        if await self._create(keys(session_id), arguments) == b"conflict":
             raise AlreadyExists("this request_id was used with other parameters; send a new request_id")
 
     async def claim(self, session_id: str) -> Session:
@@ -121,7 +113,7 @@ class SessionStore:
             step.finish.name if step.finish else "",
             statistics_to_proto(statistics).SerializeToString(),
         ]
-        outcome, *facts = await _answer(self._commit(keys=keys(session_id), args=arguments))
+        outcome, *facts = await self._commit(keys(session_id), arguments)
         if outcome == b"fenced":
             raise Fenced("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
         if outcome == b"cancelled":
@@ -131,41 +123,26 @@ class SessionStore:
 
     async def cancel(self, session_id: str) -> Status:
         """End a session; return its state. Raises NotFound."""
-        status = await _answer(self._cancel(keys=keys(session_id)))
+        status = await self._cancel(keys(session_id), [])
         if status is None:
             raise _not_found()
         return Status(status.decode())
 
     async def _read(self, session_id: str, claim: str) -> Session:
-        found = await _answer(self._claim(keys=keys(session_id), args=[claim, self._ttl_ms]))
+        found = await self._claim(keys(session_id), [claim, self._ttl_ms])
         if not found:
             raise _not_found()
         return _session(session_id, *found)
 
 
 def open_store(url: str, ttl_s: float) -> SessionStore:
-    """Return the store behind a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
-    if url == "embedded":
-        return SessionStore(fakeredis.FakeAsyncRedis(), ttl_s)
-    retry = Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), 5)
-    client = Redis.from_url(url, retry=retry, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
-    return SessionStore(client, ttl_s)
+    """Return the store at a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
+    return SessionStore(open_redis(url), ttl_s)
 
 
 def keys(session_id: str) -> list[str]:
     """Return a session's keys; the braces keep them in one cluster slot."""
     return [f"specdec:{{{session_id}}}:{part}" for part in ("meta", "tokens", "origins", "logprobs")]
-
-
-async def _answer(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except (AuthenticationError, ResponseError) as error:
-        message = f"the session store refuses ({error}); see to its address, password and rights"
-        raise Unavailable(message) from error
-    except RedisError as error:
-        message = f"the session store does not answer ({type(error).__name__}); what was committed is safe, try again"
-        raise Unavailable(message) from error
 
 
 def _not_found() -> NotFound:

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.draft_length import Costs, DraftLength
 from coordinator.generation import Chunk, Generation, Limits, Round, chain
+from coordinator.redis_client import open_redis
 from coordinator.running import RunningGeneration, RunningGenerations, WorkerHandles
 from coordinator.sessions import SessionStore, Status, open_store
 from coordinator.target import Scored
@@ -236,8 +237,8 @@ class LosingStore(SessionStore):
         await super().commit(session_id, epoch, step, statistics)
 
 
-async def test_tokens_whose_commit_failed_are_never_seen(store: SessionStore) -> None:
-    losing = LosingStore(store._client, 1000.0)
+async def test_tokens_whose_commit_failed_are_never_seen() -> None:
+    losing = LosingStore(open_redis("embedded"), 1000.0)
     losing.fail_from = 9
     coordinator = Coordinator(losing)
     await coordinator.create("s")
