@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
@@ -10,10 +9,9 @@ import coordinator  # noqa: F401  # sets grpc's environment before grpc is impor
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers
-from coordinator.draft_length import Costs
+from coordinator.registry import RunningGenerations
 from coordinator.requests import Prompts
-from coordinator.running import RunningGenerations
-from coordinator.service import Coordinator
+from coordinator.service import Coordinator, Limits, Workers
 from coordinator.servicer import GenerationServicer
 from coordinator.sessions import SessionStore, open_store
 from coordinator.target import TargetWorkers
@@ -41,17 +39,23 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
     """Build the coordinator on a listening server; yield once the store and a target worker answered."""
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(_opened_store(settings))
-        parts = await _assembled(settings, store, stack)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(parts), server.grpc)
-        await parts.models.ready()
-        watching = asyncio.create_task(parts.models.watch())
+        folder = await asyncio.to_thread(tokenizer_folder, settings.tokenizer)
+        tokenizer = load_tokenizer(str(folder))
+        workers = await _opened_workers(settings, fingerprint(tokenizer), stack)
+        running = RunningGenerations(settings.max_sessions)
+        prompts = Prompts(tokenizer, load_chat_template(folder))
+        limits = Limits(settings.max_new_tokens, settings.max_draft_tokens)
+        servicer = GenerationServicer(Coordinator(workers, prompts, store, running, limits))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+        await workers.capabilities.ready()
+        watching = asyncio.create_task(workers.capabilities.watch())
         try:
             yield
         finally:
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
-            await parts.running.stop()
+            await running.stop()
 
 
 @asynccontextmanager
@@ -64,26 +68,14 @@ async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionS
         await store.close()
 
 
-async def _assembled(settings: CoordinatorSettings, store: SessionStore, stack: AsyncExitStack) -> Coordinator:
-    folder = await asyncio.to_thread(tokenizer_folder, settings.tokenizer)
-    tokenizer = load_tokenizer(str(folder))
+async def _opened_workers(settings: CoordinatorSettings, tokenizer: str, stack: AsyncExitStack) -> Workers:
     channel = await stack.enter_async_context(open_worker_channel(settings.target, "specdec.v1.TargetService"))
     target = TargetWorkers(channel, settings.score_timeout_s, settings.target_patience_s)
     draft = None
     if settings.draft:
         channel = await stack.enter_async_context(open_worker_channel(settings.draft, "specdec.v1.DraftService"))
         draft = DraftWorkers(channel, settings.draft_timeout_s)
-    return Coordinator(
-        models=WorkerCapabilities(target, draft, fingerprint(tokenizer)),
-        target_workers=target,
-        draft_workers=draft,
-        prompts=Prompts(tokenizer, load_chat_template(folder)),
-        store=store,
-        running=RunningGenerations(settings.max_sessions),
-        costs=defaultdict(Costs),
-        max_new_tokens=settings.max_new_tokens,
-        max_draft_tokens=settings.max_draft_tokens,
-    )
+    return Workers(target, draft, WorkerCapabilities(target, draft, tokenizer))
 
 
 if __name__ == "__main__":

@@ -1,64 +1,134 @@
-"""What the coordinator does, in one place: plan a request, claim its session, run it, read it, cancel it."""
+"""What the coordinator does, in one place: create a session, follow it, read it, cancel it."""
 
 from collections import defaultdict
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 
 from coordinator import metrics, requests
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
-from coordinator.generation import Generation, chain
-from coordinator.requests import Plan, Prompts
-from coordinator.running import RunningGeneration, RunningGenerations, WorkerHandles
+from coordinator.generation import Chunk, Generation, chain
+from coordinator.registry import RunningGenerations
+from coordinator.requests import Prompts
+from coordinator.running import Ending, RunningGeneration, WorkerHandles
 from coordinator.sessions import Session, SessionStore, Status
 from coordinator.streams import WorkerSession
 from coordinator.target import TargetWorkers
 from coordinator.text import StreamDetokenizer
-from specdec.errors import SpecdecError
+from specdec.errors import Fenced, SpecdecError
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class Coordinator:
-    """The parts, and what they do together."""
+class Workers:
+    """The workers of both kinds, and what is known of them."""
 
-    models: WorkerCapabilities
-    target_workers: TargetWorkers
-    draft_workers: DraftWorkers | None
-    prompts: Prompts
-    store: SessionStore
-    running: RunningGenerations
-    costs: defaultdict[str, Costs]  # by drafter
+    target: TargetWorkers
+    draft: DraftWorkers | None
+    capabilities: WorkerCapabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the operator allows a request."""
+
     max_new_tokens: int
     max_draft_tokens: int
 
-    async def begin(self, request: generation_pb2.GenerateRequest) -> Plan:
-        """Check a request and create its session, unless it exists. Raises InvalidArgument, AlreadyExists, Mismatch."""
-        plan = requests.plan(request, self.prompts, self.models.target, self.max_new_tokens)
-        if plan.speculation.num_draft_tokens != 0 and self.draft_workers:
-            self.models.drafter(plan.speculation.drafter)
+
+@dataclass(frozen=True, slots=True)
+class StoredSession:
+    """A session as the store has it, with its text."""
+
+    session: Session
+    sampling: SamplingParams
+    text: str
+    ending: Ending | None
+
+
+class Coordinator:
+    """Runs sessions: the store has them, the workers draft and score them."""
+
+    def __init__(
+        self, workers: Workers, prompts: Prompts, store: SessionStore, running: RunningGenerations, limits: Limits
+    ) -> None:
+        self.limits = limits
+        self.capabilities = workers.capabilities
+        self._workers = workers
+        self._prompts = prompts
+        self._store = store
+        self._running = running
+        self._costs: defaultdict[str, Costs] = defaultdict(Costs)  # by drafter
+
+    async def begin(self, request: generation_pb2.GenerateRequest) -> str:
+        """Check a request, create its session unless it exists, and return the session's id.
+
+        Raises InvalidArgument, AlreadyExists, Mismatch, Overloaded.
+        """
+        plan = requests.plan(request, self._prompts, self.capabilities.target, self.limits.max_new_tokens)
+        if plan.speculation.num_draft_tokens != 0 and self._workers.draft:
+            self.capabilities.drafter(plan.speculation.drafter)
+        self._running.check_room(plan.session_id)
         digest = chain(b"", plan.prompt)
-        await self.store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest)
-        return plan
+        await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest)
+        return plan.session_id
 
-    async def revive(self, session_id: str) -> RunningGeneration:
-        """Claim a session and go on with it. Raises NotFound."""
-        session = await self.store.claim(session_id)
+    async def follow(self, session_id: str, offset: int, digest: bytes) -> AsyncGenerator[tuple[Chunk, Ending | None]]:
+        """Yield the completion from token `offset` on, running the session here; the last chunk comes with the ending.
+
+        Raises NotFound, Overloaded, DataLoss if the store lacks what the client has, and what ends the rounds.
+        """
+        while True:
+            async with self._running.attach(session_id, partial(self.start, session_id)) as running:
+                if running.holds(offset, digest) or await self._owns(running, offset, digest):
+                    async for chunk, ending in running.follow(offset):
+                        yield chunk, ending
+                    return
+                running.interrupt(Fenced("another coordinator has taken this session over; resume it"))
+
+    async def read(self, session_id: str) -> StoredSession:
+        """Return a session. Raises NotFound."""
+        session = await self._store.read(session_id)
+        sampling, _ = requests.restored(session.request)
+        generation = self._generation(session, sampling)
+        ending = None
+        if session.finish:
+            ending = Ending(session.finish, len(session.prompt), len(session.emitted), session.statistics)
+        return StoredSession(session, sampling, generation.text, ending)
+
+    async def cancel(self, session_id: str) -> Status:
+        """End a session; return its state after that. Raises NotFound."""
+        return await self._store.cancel(session_id)
+
+    async def _owns(self, running: RunningGeneration, offset: int, digest: bytes) -> bool:
+        """Ask the store whether this coordinator still owns a session of which a client has more, or other, tokens.
+
+        Raises DataLoss if the store lacks what the client has: memory may be behind, the store never is.
+        """
+        session = await self._store.read(running.session_id)
+        session.check_position(offset, digest)
+        return session.epoch == running.epoch
+
+    async def start(self, session_id: str) -> RunningGeneration:
+        """Claim a session and continue it. Raises NotFound."""
+        session = await self._store.claim(session_id)
         sampling, speculation = requests.restored(session.request)
-        live = RunningGeneration(session, self.generation(session, sampling), self.store)
+        running = RunningGeneration(session, self._generation(session, sampling), self._store)
         if session.status is Status.ACTIVE:
-            live.start(self._worker_handles(session, sampling, speculation))
-        return live
+            running.start(self._worker_handles(session, sampling, speculation))
+        return running
 
-    def generation(self, session: Session, sampling: SamplingParams) -> Generation:
+    def _generation(self, session: Session, sampling: SamplingParams) -> Generation:
         """Return a session's state, its text replayed from its tokens."""
         return Generation(
             prompt=session.prompt,
             sampling=sampling,
-            limits=requests.limits(sampling, self.models.target),
-            detokenizer=StreamDetokenizer(self.prompts.tokenizer, session.prompt),
+            limits=requests.limits(sampling, self.capabilities.target),
+            detokenizer=StreamDetokenizer(self._prompts.tokenizer, session.prompt),
             emitted=list(session.emitted),
             finish=session.finish,
             statistics=session.statistics,
@@ -68,18 +138,19 @@ class Coordinator:
         self, session: Session, sampling: SamplingParams, speculation: SpeculationParams
     ) -> WorkerHandles:
         worker_session = WorkerSession(session.session_id, session.epoch, sampling, len(session.prompt))
-        scorer = self.target_workers.open(worker_session, self.models.target.vocab_size)
-        if self.draft_workers is None or speculation.num_draft_tokens == 0:
-            return WorkerHandles(scorer, NoDrafter(), DraftLength(self.costs[""], self.max_draft_tokens, fixed=0))
-        name, model = self.models.drafter(speculation.drafter)
-        drafter = self._drafter(self.draft_workers, worker_session, name, model)
-        costs = self.costs[name if model else ""]  # a name that no worker has confirmed is anybody's invention
-        return WorkerHandles(scorer, drafter, DraftLength(costs, self.max_draft_tokens, speculation.num_draft_tokens))
+        scorer = self._workers.target.open(worker_session, self.capabilities.target.vocab_size)
+        maximum = self.limits.max_draft_tokens
+        if self._workers.draft is None or speculation.num_draft_tokens == 0:
+            return WorkerHandles(scorer, NoDrafter(), DraftLength(self._costs[""], maximum, fixed=0))
+        name, model = self.capabilities.drafter(speculation.drafter)
+        drafter = self._drafter(self._workers.draft, worker_session, name, model)
+        costs = self._costs[name if model else ""]  # a name that no worker has confirmed must not add an entry
+        return WorkerHandles(scorer, drafter, DraftLength(costs, maximum, speculation.num_draft_tokens))
 
     def _drafter(
         self, workers: DraftWorkers, session: WorkerSession, name: str, model: ModelInfo | None
     ) -> SessionDrafter:
-        limits = DraftLimits(self.models.target.vocab_size, model.context_length if model else 0)
+        limits = DraftLimits(self.capabilities.target.vocab_size, model.context_length if model else 0)
 
         def note(error: SpecdecError) -> None:
             metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()

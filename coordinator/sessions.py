@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.generation import OutputToken, Round
+from coordinator.generation import OutputToken, Round, chain
 from coordinator.redis_client import RedisClient, open_redis
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
@@ -44,6 +44,14 @@ class Session:
     digest: bytes
     finish: FinishReason | None
     statistics: Statistics
+
+    def check_position(self, offset: int, digest: bytes) -> None:
+        """Raise DataLoss if a client that has `offset` tokens with this digest (empty: not compared) has lost some."""
+        if offset > len(self.emitted):
+            raise DataLoss(f"offset {offset} is past the {len(self.emitted)} tokens that the session store holds")
+        tokens = [*self.prompt, *(entry.token for entry in self.emitted[:offset])]
+        if digest and digest != chain(b"", tokens):
+            raise DataLoss(f"the session store holds other tokens than the client, up to offset {offset}")
 
 
 class SessionCancelled(Exception):
