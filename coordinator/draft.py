@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
+from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
 from specdec.errors import Fenced, InvalidArgument, SpecdecError, Unavailable
 from specdec.exact import codec
@@ -46,7 +46,8 @@ class DraftWorkers:
     async def describe(self) -> dict[str, ModelInfo]:
         """Return the drafters on offer, the default first. Raises Unavailable while no worker answers."""
         request = draft_pb2.GetDraftRequest()
-        reply = await answered(self._stub.GetDraft(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
+        metadata = routing_metadata("describe", 0)
+        reply = await answered(self._stub.GetDraft(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
         return {drafter.name: messages.model_from_proto(drafter.model) for drafter in reply.drafters}
 
     def open(

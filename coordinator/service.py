@@ -69,12 +69,13 @@ class Coordinator:
 
         Raises InvalidArgument, AlreadyExists, Mismatch, Overloaded.
         """
-        plan = requests.plan(request, self._prompts, self.capabilities.target, self.limits.max_new_tokens)
+        target = self.capabilities.target
+        plan = requests.plan(request, self._prompts, target, self.limits.max_new_tokens)
         if plan.speculation.num_draft_tokens != 0 and self._workers.draft:
             self.capabilities.drafter(plan.speculation.drafter)
         self._running.check_room(plan.session_id)
         digest = chain(b"", plan.prompt)
-        await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest)
+        await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest, target)
         return plan.session_id
 
     async def follow(self, session_id: str, offset: int, digest: bytes) -> AsyncGenerator[tuple[Chunk, Ending | None]]:
@@ -114,8 +115,8 @@ class Coordinator:
         return session.epoch == running.epoch
 
     async def start(self, session_id: str) -> RunningGeneration:
-        """Claim a session and continue it. Raises NotFound."""
-        session = await self._store.claim(session_id)
+        """Claim a session and continue it, with the model that its text belongs to. Raises NotFound, Mismatch."""
+        session = await self._store.claim(session_id, self.capabilities.target)
         sampling, speculation = requests.restored(session.request)
         running = RunningGeneration(session, self._generation(session, sampling), self._store)
         if session.status is Status.ACTIVE:
@@ -123,35 +124,41 @@ class Coordinator:
         return running
 
     def _generation(self, session: Session, sampling: SamplingParams) -> Generation:
-        """Return a session's state, its text replayed from its tokens."""
+        """Return a session's state, its text replayed. Raises Mismatch if the tokens are of another tokenizer."""
+        model = self._model(session)
+        self.capabilities.check_tokenizer(model)
         return Generation(
             prompt=session.prompt,
             sampling=sampling,
-            limits=requests.limits(sampling, self.capabilities.target),
+            limits=requests.limits(sampling, model),
             detokenizer=StreamDetokenizer(self._prompts.tokenizer, session.prompt),
             emitted=list(session.emitted),
             finish=session.finish,
             statistics=session.statistics,
         )
 
+    def _model(self, session: Session) -> ModelInfo:
+        """Return the target that a session's text belongs to."""
+        return session.model or self.capabilities.target
+
     def _worker_handles(
         self, session: Session, sampling: SamplingParams, speculation: SpeculationParams
     ) -> WorkerHandles:
-        worker_session = WorkerSession(session.session_id, session.epoch, sampling, len(session.prompt))
-        scorer = self._workers.target.open(worker_session, self.capabilities.target.vocab_size)
+        model = self._model(session)
+        worker_session = WorkerSession(
+            session.session_id, session.epoch, sampling, len(session.prompt), model.fingerprint
+        )
+        scorer = self._workers.target.open(worker_session, model.vocab_size, self.capabilities.ask_soon)
         maximum = self.limits.max_draft_tokens
         if self._workers.draft is None or speculation.num_draft_tokens == 0:
             return WorkerHandles(scorer, NoDrafter(), DraftLength(self._costs[""], maximum, fixed=0))
-        name, model = self.capabilities.drafter(speculation.drafter)
-        drafter = self._drafter(self._workers.draft, worker_session, name, model)
-        costs = self._costs[name if model else ""]  # a name that no worker has confirmed must not add an entry
+        name, draft = self.capabilities.drafter(speculation.drafter)
+        limits = DraftLimits(model.vocab_size, draft.context_length if draft else 0)
+        drafter = self._drafter(self._workers.draft, worker_session, name, limits)
+        costs = self._costs[name if draft else ""]  # a name that no worker has confirmed must not add an entry
         return WorkerHandles(scorer, drafter, DraftLength(costs, maximum, speculation.num_draft_tokens))
 
-    def _drafter(
-        self, workers: DraftWorkers, session: WorkerSession, name: str, model: ModelInfo | None
-    ) -> SessionDrafter:
-        limits = DraftLimits(self.capabilities.target.vocab_size, model.context_length if model else 0)
-
+    def _drafter(self, workers: DraftWorkers, session: WorkerSession, name: str, limits: DraftLimits) -> SessionDrafter:
         def note(error: SpecdecError) -> None:
             metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
             get_logger().warning("draft_unavailable", session_id=session.session_id, reason=error.reason)

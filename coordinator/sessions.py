@@ -16,9 +16,10 @@ import numpy as np
 
 from coordinator.generation import OutputToken, Round, chain
 from coordinator.redis_client import RedisClient, open_redis
+from specdec import messages
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound
-from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
-from specdec.v1 import generation_pb2
+from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
+from specdec.v1 import generation_pb2, types_pb2
 
 UNSTARTED_STATISTICS = generation_pb2.Statistics().SerializeToString()
 
@@ -39,6 +40,7 @@ class Session:
     epoch: int
     status: Status
     request: bytes  # the serialised GenerateRequest, seed resolved
+    model: ModelInfo | None  # the target that the text belongs to; None: not recorded, as before version 0.2
     prompt: tuple[int, ...]
     emitted: tuple[OutputToken, ...]
     digest: bytes
@@ -76,9 +78,18 @@ class SessionStore:
         await self._redis.close()
 
     async def create(
-        self, session_id: str, fingerprint: bytes, request: bytes, prompt: Sequence[int], digest: bytes
+        self,
+        session_id: str,
+        fingerprint: bytes,
+        request: bytes,
+        prompt: Sequence[int],
+        digest: bytes,
+        model: ModelInfo | None = None,
     ) -> None:
-        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExists otherwise."""
+        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExists otherwise.
+
+        `fingerprint` is the request's; `model` is the target that the text will belong to.
+        """
         meta = {
             "epoch": 0,
             "length": len(prompt),
@@ -87,6 +98,7 @@ class SessionStore:
             "status": Status.ACTIVE.value,
             "finish": "",
             "request": request,
+            "model": pack_model(model),
             "statistics": UNSTARTED_STATISTICS,
         }
         pairs: list[Any] = [item for pair in meta.items() for item in pair]
@@ -94,13 +106,13 @@ class SessionStore:
         if await self._create(keys(session_id), arguments) == b"conflict":
             raise AlreadyExists("this request_id was used with other parameters; send a new request_id")
 
-    async def claim(self, session_id: str) -> Session:
-        """Take a session over and return it. Raises NotFound."""
-        return await self._read(session_id, "1")
+    async def claim(self, session_id: str, served: ModelInfo | None = None) -> Session:
+        """Take a session over and return it; one without text takes the model that is `served` now. Raises NotFound."""
+        return await self._read(session_id, "1", pack_model(served))
 
     async def read(self, session_id: str) -> Session:
         """Return a session as it is. Raises NotFound."""
-        return await self._read(session_id, "0")
+        return await self._read(session_id, "0", b"")
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         """Append a round.
@@ -136,8 +148,8 @@ class SessionStore:
             raise _not_found()
         return Status(status.decode())
 
-    async def _read(self, session_id: str, claim: str) -> Session:
-        found = await self._claim(keys(session_id), [claim, self._ttl_ms])
+    async def _read(self, session_id: str, claim: str, model: bytes) -> Session:
+        found = await self._claim(keys(session_id), [claim, self._ttl_ms, model])
         if not found:
             raise _not_found()
         return _session(session_id, *found)
@@ -172,6 +184,7 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
         epoch=int(entries[b"epoch"]),
         status=Status(entries[b"status"].decode()),
         request=entries[b"request"],
+        model=unpack_model(entries.get(b"model", b"")),
         prompt=all_tokens[:split],
         emitted=tuple(map(OutputToken, completion, map(TokenOrigin, origins), details)),
         digest=entries[b"digest"],
@@ -188,6 +201,16 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
     """Return token ids from little-endian uint32."""
     return tuple(np.frombuffer(data, "<u4").tolist())
+
+
+def pack_model(model: ModelInfo | None) -> bytes:
+    """Return a model as stored; empty for none."""
+    return messages.model_to_proto(model).SerializeToString() if model else b""
+
+
+def unpack_model(data: bytes) -> ModelInfo | None:
+    """Return a model from what is stored."""
+    return messages.model_from_proto(types_pb2.ModelInfo.FromString(data)) if data else None
 
 
 def pack_logprobs(logprobs: TokenLogprobs) -> bytes:

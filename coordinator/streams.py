@@ -18,7 +18,6 @@ from specdec.serving.channels import SESSION_METADATA_KEY
 from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 5.0
-DESCRIBE_METADATA = ((SESSION_METADATA_KEY, "describe"),)
 STATUS_TIMEOUT_S = 1.0  # until a stream that has failed says why
 LOST_STREAM = "a worker ended the session's stream"
 
@@ -31,6 +30,7 @@ class WorkerSession:
     epoch: int
     sampling: SamplingParams
     num_prompt_tokens: int
+    model_fingerprint: str = ""  # of the target that the text belongs to; empty: any
 
     def opening(self) -> Any:
         """Return the message."""
@@ -51,7 +51,7 @@ class WorkerStream(Generic[ReplyT]):
 
     def __init__(self, call: Callable[..., Any], session_id: str, opening: Any, closing: Any, timeout_s: float) -> None:
         self._call = call
-        self._metadata = ((SESSION_METADATA_KEY, session_id),)
+        self._session_id, self._route = session_id, 0
         self._opening, self._closing = opening, closing
         self._timeout_s = timeout_s
         self._stream: Any = None
@@ -79,7 +79,7 @@ class WorkerStream(Generic[ReplyT]):
 
     async def _ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
         if self._stream is None:
-            self._stream = self._call(metadata=self._metadata)
+            self._stream = self._call(metadata=routing_metadata(self._session_id, self._route))
             await self._stream.write(self._opening)
         while True:
             # the last committed token is always sent: a row needs a token to follow
@@ -112,6 +112,11 @@ class WorkerStream(Generic[ReplyT]):
         if self._stream is not None:
             self._held = min(num_tokens, cached_len)
 
+    def reroute(self) -> None:
+        """Open the next stream at another worker, if there is one: this one serves another model."""
+        self.drop()
+        self._route += 1
+
     def drop(self) -> None:
         """Forget the stream; the worker keeps its cache for whoever comes back."""
         if self._stream is not None:
@@ -130,6 +135,11 @@ class WorkerStream(Generic[ReplyT]):
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
             pass  # the worker is gone, and its cache with it
         self.drop()
+
+
+def routing_metadata(name: str, route: int) -> tuple[tuple[str, str], ...]:
+    """Return the metadata by which the balancer picks a worker; other routes reach other workers."""
+    return ((SESSION_METADATA_KEY, f"{name}#{route}" if route else name),)
 
 
 async def answered(call: Awaitable[Any]) -> Any:

@@ -144,6 +144,7 @@ def model_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
         dtype=info.dtype,
         device=info.device,
         eos_token_ids=info.eos_token_ids,
+        fingerprint=info.fingerprint,
     )
 
 
@@ -157,4 +158,5 @@ def model_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
         dtype=message.dtype,
         device=message.device,
         eos_token_ids=tuple(message.eos_token_ids),
+        fingerprint=message.fingerprint,
     )

@@ -63,6 +63,7 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""  # of everything that its output depends on
 
 
 class FinishReason(Enum):

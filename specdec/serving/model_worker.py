@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
 from specdec.errors import Internal, Unavailable
+from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.server import Server
 from specdec.serving.settings import ModelSettings
 from specdec.serving.telemetry import get_logger
@@ -55,6 +56,7 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         eos_token_ids=eos_token_ids(folder),
+        fingerprint=model_fingerprint(folder, {"dtype": str(model.dtype), "quantisation": "none"}),
     )
 
 

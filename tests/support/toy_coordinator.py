@@ -80,7 +80,7 @@ class ToyWorkers:
 
     def open(self, session: WorkerSession, *rest: object) -> Any:
         """Return a scorer to the one who asks for a target's, a drafter to the one who asks for a draft's."""
-        return self._drafter() if len(rest) > 1 else self._scorer()
+        return self._drafter() if isinstance(rest[0], str) else self._scorer()
 
     def _scorer(self) -> Scorer:
         scorer = Scorer(ToyModel(markov_logits(1), SAMPLING, prompt=PROMPT), SEED)
@@ -98,6 +98,12 @@ class ToyCapabilities:
 
     target = ModelInfo("toy", vocab_size=VOCAB_SIZE, context_length=1000)
     drafters = ("toy",)
+
+    def check_tokenizer(self, model: ModelInfo) -> None:
+        """Every model has the same."""
+
+    def ask_soon(self) -> None:
+        """Nothing changes."""
 
     def drafter(self, name: str | None) -> tuple[str, ModelInfo | None]:
         return "toy", self.target
