@@ -9,9 +9,10 @@ import coordinator  # noqa: F401  # sets grpc's environment before grpc is impor
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers
+from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
-from coordinator.requests import Prompts
-from coordinator.service import Coordinator, Limits, Workers
+from coordinator.requests import RequestLimits
+from coordinator.service import Coordinator, Workers
 from coordinator.servicer import GenerationServicer
 from coordinator.sessions import SessionStore, open_store
 from coordinator.target import TargetWorkers
@@ -44,7 +45,8 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         workers = await _opened_workers(settings, fingerprint(tokenizer), stack)
         running = RunningGenerations(settings.max_sessions)
         prompts = Prompts(tokenizer, load_chat_template(folder))
-        limits = Limits(settings.max_new_tokens, settings.max_draft_tokens)
+        stack.callback(prompts.close)
+        limits = RequestLimits(settings.max_new_tokens, settings.max_draft_tokens)
         servicer = GenerationServicer(Coordinator(workers, prompts, store, running, limits))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         await workers.capabilities.ready()

@@ -1,5 +1,6 @@
 """What the coordinator does, in one place: create a session, follow it, read it, cancel it."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -9,9 +10,10 @@ from coordinator import metrics, requests
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
-from coordinator.generation import Chunk, Generation, chain
+from coordinator.generation import Chunk, Generation
+from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
-from coordinator.requests import Prompts
+from coordinator.requests import RequestLimits
 from coordinator.running import Ending, RunningGeneration, WorkerHandles
 from coordinator.sessions import Session, SessionStore, Status
 from coordinator.streams import WorkerSession
@@ -22,6 +24,8 @@ from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
+INLINE_TOKENS = 256  # of a completion that is replayed at once, in some milliseconds
+
 
 @dataclass(frozen=True, slots=True)
 class Workers:
@@ -30,14 +34,6 @@ class Workers:
     target: TargetWorkers
     draft: DraftWorkers | None
     capabilities: WorkerCapabilities
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the operator allows a request."""
-
-    max_new_tokens: int
-    max_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,12 @@ class Coordinator:
     """Runs sessions: the store has them, the workers draft and score them."""
 
     def __init__(
-        self, workers: Workers, prompts: Prompts, store: SessionStore, running: RunningGenerations, limits: Limits
+        self,
+        workers: Workers,
+        prompts: Prompts,
+        store: SessionStore,
+        running: RunningGenerations,
+        limits: RequestLimits,
     ) -> None:
         self.limits = limits
         self.capabilities = workers.capabilities
@@ -70,12 +71,11 @@ class Coordinator:
         Raises InvalidArgument, AlreadyExists, Mismatch, Overloaded.
         """
         target = self.capabilities.target
-        plan = requests.plan(request, self._prompts, target, self.limits.max_new_tokens)
+        plan = await requests.plan(request, self._prompts, target, self.limits)
         if plan.speculation.num_draft_tokens != 0 and self._workers.draft:
             self.capabilities.drafter(plan.speculation.drafter)
         self._running.check_room(plan.session_id)
-        digest = chain(b"", plan.prompt)
-        await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest, target)
+        await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
         return plan.session_id
 
     async def follow(self, session_id: str, offset: int, digest: bytes) -> AsyncGenerator[tuple[Chunk, Ending | None]]:
@@ -95,7 +95,7 @@ class Coordinator:
         """Return a session. Raises NotFound."""
         session = await self._store.read(session_id)
         sampling, _ = requests.restored(session.request)
-        generation = self._generation(session, sampling)
+        generation = await self._replayed(session, sampling)
         ending = None
         if session.finish:
             ending = Ending(session.finish, len(session.prompt), len(session.emitted), session.statistics)
@@ -118,10 +118,16 @@ class Coordinator:
         """Claim a session and continue it, with the model that its text belongs to. Raises NotFound, Mismatch."""
         session = await self._store.claim(session_id, self.capabilities.target)
         sampling, speculation = requests.restored(session.request)
-        running = RunningGeneration(session, self._generation(session, sampling), self._store)
+        running = RunningGeneration(session, await self._replayed(session, sampling), self._store)
         if session.status is Status.ACTIVE:
             running.start(self._worker_handles(session, sampling, speculation))
         return running
+
+    async def _replayed(self, session: Session, sampling: SamplingParams) -> Generation:
+        """Return a session's state; a long completion is replayed on a thread."""
+        if len(session.emitted) <= INLINE_TOKENS:
+            return self._generation(session, sampling)
+        return await asyncio.to_thread(self._generation, session, sampling)
 
     def _generation(self, session: Session, sampling: SamplingParams) -> Generation:
         """Return a session's state, its text replayed. Raises Mismatch if the tokens are of another tokenizer."""
@@ -135,6 +141,7 @@ class Coordinator:
             emitted=list(session.emitted),
             finish=session.finish,
             statistics=session.statistics,
+            prompt_digest=session.prompt_digest,
         )
 
     def _model(self, session: Session) -> ModelInfo:

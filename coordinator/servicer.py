@@ -9,13 +9,13 @@ import grpc
 
 from coordinator import metrics
 from coordinator.generation import Chunk, OutputToken
+from coordinator.requests import known_session
 from coordinator.running import Ending
 from coordinator.service import Coordinator, StoredSession
 from coordinator.sessions import Status, statistics_to_proto
 from specdec import messages
-from specdec.errors import InvalidArgument, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.serving.telemetry import get_logger
-from specdec.types import MAX_DRAFT_TOKENS
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 
@@ -44,7 +44,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from where the client is."""
         with _Request("Resume") as record:
-            record.session_id = _known_session(request.session_id)
+            record.session_id = known_session(request.session_id)
 
             async def write(chunk: pb.GenerateResponse) -> None:
                 await context.write(pb.ResumeResponse(chunk=chunk))
@@ -54,13 +54,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
         with _Request("GetSession") as record:
-            record.session_id = _known_session(request.session_id)
+            record.session_id = known_session(request.session_id)
             return session_to_proto(await self._coordinator.read(request.session_id))
 
     async def CancelSession(self, request: pb.CancelSessionRequest, context: Any) -> pb.CancelSessionResponse:
         """End a session."""
         with _Request("CancelSession") as record:
-            record.session_id = _known_session(request.session_id)
+            record.session_id = known_session(request.session_id)
             status = await self._coordinator.cancel(request.session_id)
             return pb.CancelSessionResponse(status=_STATUS[status])
 
@@ -72,7 +72,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 target=messages.model_to_proto(models.target),
                 drafters=models.drafters,
                 context_length=models.target.context_length,
-                max_draft_tokens=MAX_DRAFT_TOKENS,
+                max_draft_tokens=self._coordinator.limits.max_draft_tokens,
             )
 
     async def _stream(self, session_id: str, offset: int, digest: bytes, write: Write, record: "_Request") -> None:
@@ -80,12 +80,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async for chunk, ending in chunks:
                 await write(chunk_to_proto(session_id, chunk, ending))
                 record.wrote(chunk, ending)
-
-
-def _known_session(session_id: str) -> str:
-    if not session_id:
-        raise InvalidArgument({"session_id": "is empty; take it from a chunk of the session"})
-    return session_id
 
 
 def chunk_to_proto(session_id: str, chunk: Chunk, ending: Ending | None) -> pb.GenerateResponse:

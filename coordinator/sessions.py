@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.generation import OutputToken, Round, chain
+from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import RedisClient, open_redis
 from specdec import messages
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound
@@ -42,6 +43,7 @@ class Session:
     request: bytes  # the serialised GenerateRequest, seed resolved
     model: ModelInfo | None  # the target that the text belongs to; None: not recorded, as before version 0.2
     prompt: tuple[int, ...]
+    prompt_digest: bytes  # empty: not recorded, as before version 0.2
     emitted: tuple[OutputToken, ...]
     digest: bytes
     finish: FinishReason | None
@@ -51,8 +53,8 @@ class Session:
         """Raise DataLoss if a client that has `offset` tokens with this digest (empty: not compared) has lost some."""
         if offset > len(self.emitted):
             raise DataLoss(f"offset {offset} is past the {len(self.emitted)} tokens that the session store holds")
-        tokens = [*self.prompt, *(entry.token for entry in self.emitted[:offset])]
-        if digest and digest != chain(b"", tokens):
+        base = self.prompt_digest or chain(b"", self.prompt)
+        if digest and digest != chain(base, [entry.token for entry in self.emitted[:offset]]):
             raise DataLoss(f"the session store holds other tokens than the client, up to offset {offset}")
 
 
@@ -82,8 +84,7 @@ class SessionStore:
         session_id: str,
         fingerprint: bytes,
         request: bytes,
-        prompt: Sequence[int],
-        digest: bytes,
+        prompt: EncodedPrompt,
         model: ModelInfo | None = None,
     ) -> None:
         """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExists otherwise.
@@ -92,9 +93,10 @@ class SessionStore:
         """
         meta = {
             "epoch": 0,
-            "length": len(prompt),
-            "prompt_length": len(prompt),
-            "digest": digest,
+            "length": len(prompt.tokens),
+            "prompt_length": len(prompt.tokens),
+            "digest": prompt.digest,
+            "prompt_digest": prompt.digest,
             "status": Status.ACTIVE.value,
             "finish": "",
             "request": request,
@@ -102,7 +104,7 @@ class SessionStore:
             "statistics": UNSTARTED_STATISTICS,
         }
         pairs: list[Any] = [item for pair in meta.items() for item in pair]
-        arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt), *pairs]
+        arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt.tokens), *pairs]
         if await self._create(keys(session_id), arguments) == b"conflict":
             raise AlreadyExists("this request_id was used with other parameters; send a new request_id")
 
@@ -186,6 +188,7 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
         request=entries[b"request"],
         model=unpack_model(entries.get(b"model", b"")),
         prompt=all_tokens[:split],
+        prompt_digest=entries.get(b"prompt_digest", b""),
         emitted=tuple(map(OutputToken, completion, map(TokenOrigin, origins), details)),
         digest=entries[b"digest"],
         finish=FinishReason[entries[b"finish"].decode()] if entries[b"finish"] else None,

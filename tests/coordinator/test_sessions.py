@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from redis.exceptions import AuthenticationError, ResponseError
 
 from coordinator.generation import OutputToken, Round, chain
+from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import MAX_CALLS, RedisClient, open_redis, read_script
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
 from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, SpecdecError, Unavailable
@@ -27,7 +28,7 @@ LOGPROBS = TokenLogprobs(-0.5, ((3, -0.25), (4, -2.0)))
 
 
 async def create(store: SessionStore, session_id: str = SESSION, fingerprint: bytes = b"one") -> None:
-    await store.create(session_id, fingerprint, b"request", PROMPT, chain(b"", PROMPT))
+    await store.create(session_id, fingerprint, b"request", EncodedPrompt(PROMPT, chain(b"", PROMPT)))
 
 
 def round_after(

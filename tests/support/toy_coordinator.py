@@ -9,10 +9,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from coordinator.generation import Chunk, chain
+from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.registry import RunningGenerations
-from coordinator.requests import Prompts
+from coordinator.requests import RequestLimits
 from coordinator.running import Ending
-from coordinator.service import Coordinator, Limits, Workers
+from coordinator.service import Coordinator, Workers
 from coordinator.sessions import SessionStore
 from coordinator.streams import WorkerSession
 from coordinator.target import Scored
@@ -117,13 +118,13 @@ class ToyCoordinator(Coordinator):
         workers: Any = Workers(self.toys, self.toys, ToyCapabilities())  # type: ignore[arg-type]
         vocabulary = {f"t{token}": token for token in range(VOCAB_SIZE)}
         prompts = Prompts(Tokenizer(WordLevel(vocabulary, unk_token="t0")), None)
-        super().__init__(workers, prompts, store, self.running, Limits(LENGTH, 8))
+        super().__init__(workers, prompts, store, self.running, RequestLimits(LENGTH, 8))
 
     async def create(self, session_id: str) -> None:
         """Create a session that drafts three tokens a round."""
         request = generation_pb2.GenerateRequest(sampling=messages.sampling_to_proto(SAMPLING))
         request.speculation.num_draft_tokens = 3
-        await self.store.create(session_id, b"", request.SerializeToString(), PROMPT, chain(b"", PROMPT))
+        await self.store.create(session_id, b"", request.SerializeToString(), EncodedPrompt(PROMPT, chain(b"", PROMPT)))
 
     async def tokens(self, session_id: str, offset: int = 0, digest: bytes = b"") -> list[int]:
         """Follow to the end."""
