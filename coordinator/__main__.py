@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import coordinator  # noqa: F401  # sets grpc's environment before grpc is imported
 from coordinator.capabilities import WorkerCapabilities
@@ -18,7 +18,7 @@ from coordinator.sessions import SessionStore, open_store
 from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
 from specdec.serving.channels import open_worker_channel
-from specdec.serving.server import CannotServe, Server, run_service
+from specdec.serving.server import CannotServe, Server, run_service, supervised
 from specdec.serving.settings import CoordinatorSettings, load
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.v1 import generation_pb2_grpc
@@ -47,17 +47,15 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         prompts = Prompts(tokenizer, load_chat_template(folder))
         stack.callback(prompts.close)
         limits = RequestLimits(settings.max_new_tokens, settings.max_draft_tokens)
-        servicer = GenerationServicer(Coordinator(workers, prompts, store, running, limits))
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+        service = Coordinator(workers, prompts, store, running, limits)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service), server.grpc)
         await workers.capabilities.ready()
-        watching = asyncio.create_task(workers.capabilities.watch())
-        try:
+        async with (
+            supervised(server, "capabilities", workers.capabilities.watch()),
+            supervised(server, "heartbeats", service.watch()),
+        ):
             yield
-        finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
-            await running.stop()
+        await running.stop()
 
 
 @asynccontextmanager

@@ -51,6 +51,11 @@ class RunningGenerations:
         entry = self._entries.get(session_id)
         return entry.started if entry else None
 
+    def silent(self, seconds: float) -> list[RunningGeneration]:
+        """Return the generations whose rounds have committed nothing for so long."""
+        started = [entry.started for entry in self._entries.values()]
+        return [running for running in started if running and running.silent_s >= seconds]
+
     def check_room(self, session_id: str) -> None:
         """Raise Overloaded if this session does not run here and no other may be added."""
         if session_id not in self._entries and len(self._entries) >= self._maximum:

@@ -15,15 +15,16 @@ from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.running import Ending, RunningGeneration, WorkerHandles
-from coordinator.sessions import Session, SessionStore, Status
+from coordinator.sessions import Session, SessionCancelled, SessionStore, Status
 from coordinator.streams import WorkerSession
 from coordinator.target import TargetWorkers
 from coordinator.text import StreamDetokenizer
-from specdec.errors import Fenced, SpecdecError
+from specdec.errors import Fenced, SpecdecError, Unavailable
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
+HEARTBEAT_S = 1.0  # how late a cancellation or takeover at another coordinator is seen
 INLINE_TOKENS = 256  # of a completion that is replayed at once, in some milliseconds
 
 
@@ -103,7 +104,25 @@ class Coordinator:
 
     async def cancel(self, session_id: str) -> Status:
         """End a session; return its state after that. Raises NotFound."""
-        return await self._store.cancel(session_id)
+        status = await self._store.cancel(session_id)
+        running = self._running.get(session_id)
+        if running and status is Status.CANCELLED:
+            running.interrupt(SessionCancelled())
+        return status
+
+    async def watch(self, period_s: float = HEARTBEAT_S) -> None:
+        """Ask the store about sessions whose round takes long, for ever: they may be cancelled or owned elsewhere."""
+        while True:
+            await asyncio.sleep(period_s)
+            await asyncio.gather(*map(self._check, self._running.silent(period_s)))
+
+    async def _check(self, running: RunningGeneration) -> None:
+        try:
+            await self._store.heartbeat(running.session_id, running.epoch)
+        except Unavailable:
+            pass  # the commit will say so
+        except (SpecdecError, SessionCancelled) as reason:
+            running.interrupt(reason)
 
     async def _owns(self, running: RunningGeneration, offset: int, digest: bytes) -> bool:
         """Ask the store whether this coordinator still owns a session of which a client has more, or other, tokens.

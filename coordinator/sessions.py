@@ -70,6 +70,7 @@ class SessionStore:
         self._ttl_ms = int(ttl_s * 1000)
         self._create, self._commit = redis.script("create"), redis.script("commit")
         self._claim, self._cancel = redis.script("claim"), redis.script("cancel")
+        self._heartbeat = redis.script("heartbeat")
 
     async def ping(self) -> None:
         """Return once Redis answered."""
@@ -135,13 +136,11 @@ class SessionStore:
             step.finish.name if step.finish else "",
             statistics_to_proto(statistics).SerializeToString(),
         ]
-        outcome, *facts = await self._commit(keys(session_id), arguments)
-        if outcome == b"fenced":
-            raise Fenced("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
-        if outcome == b"cancelled":
-            raise SessionCancelled
-        if outcome != b"committed":
-            raise DataLoss("the session store lost what was committed; begin a new session")
+        _check_owner(*await self._commit(keys(session_id), arguments))
+
+    async def heartbeat(self, session_id: str, epoch: int) -> None:
+        """Keep a session from expiring during a long round. Raises as `commit`."""
+        _check_owner(*await self._heartbeat(keys(session_id), [epoch, self._ttl_ms]))
 
     async def cancel(self, session_id: str) -> Status:
         """End a session; return its state. Raises NotFound."""
@@ -165,6 +164,16 @@ def open_store(url: str, ttl_s: float) -> SessionStore:
 def keys(session_id: str) -> list[str]:
     """Return a session's keys; the braces keep them in one cluster slot."""
     return [f"specdec:{{{session_id}}}:{part}" for part in ("meta", "tokens", "origins", "logprobs")]
+
+
+def _check_owner(outcome: bytes, *facts: bytes) -> None:
+    """Raise what a script says against the caller being the owner of a session as the store has it."""
+    if outcome == b"fenced":
+        raise Fenced("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
+    if outcome == b"cancelled":
+        raise SessionCancelled
+    if outcome not in (b"committed", b"alive"):
+        raise DataLoss("the session store lost what was committed; begin a new session")
 
 
 def _not_found() -> NotFound:

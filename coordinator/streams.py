@@ -55,6 +55,7 @@ class WorkerStream(Generic[ReplyT]):
         self._opening, self._closing = opening, closing
         self._timeout_s = timeout_s
         self._stream: Any = None
+        self._has_opened = False  # at any worker, since the last close
         self._held = 0  # of the committed tokens, how many this stream's worker has
         self.num_fed = 0  # committed tokens that the worker was sent with the last question
 
@@ -78,9 +79,7 @@ class WorkerStream(Generic[ReplyT]):
             raise
 
     async def _ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
-        if self._stream is None:
-            self._stream = self._call(metadata=routing_metadata(self._session_id, self._route))
-            await self._stream.write(self._opening)
+        await self._open()
         while True:
             # the last committed token is always sent: a row needs a token to follow
             start = min(self._held, len(committed) - 1)
@@ -93,6 +92,12 @@ class WorkerStream(Generic[ReplyT]):
                 self._held = min(reply.cached_len, len(committed))
                 return reply  # type: ignore[no-any-return]
             self._held = reply.cached_len
+
+    async def _open(self) -> None:
+        if self._stream is None:
+            self._stream = self._call(metadata=routing_metadata(self._session_id, self._route))
+            self._has_opened = True
+            await self._stream.write(self._opening)
 
     async def _ending(self) -> SpecdecError:
         """Return why the stream ended; what a write or a read raises on a stream that ends is not the reason."""
@@ -124,17 +129,22 @@ class WorkerStream(Generic[ReplyT]):
         self._stream, self._held = None, 0
 
     async def close(self) -> None:
-        """End the session at the worker."""
-        if self._stream is None:
+        """End the session at the worker, so that it frees the cache.
+
+        A stream that was cut in a round, which stops that round, is opened again to say so.
+        """
+        if not self._has_opened:
             return
         try:
             async with asyncio.timeout(1.0):
+                await self._open()
                 await self._stream.write(self._closing)
                 await self._stream.done_writing()
                 await self._stream.read()
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
             pass  # the worker is gone, and its cache with it
         self.drop()
+        self._has_opened = False
 
 
 def routing_metadata(name: str, route: int) -> tuple[tuple[str, str], ...]:

@@ -14,6 +14,7 @@ from specdec.types import FinishReason, Statistics
 from tests.support.toy_coordinator import (
     LENGTH,
     PROMPT,
+    Chunks,
     Gate,
     ToyCoordinator,
     generation_tasks,
@@ -198,18 +199,56 @@ async def test_only_new_sessions_are_refused_when_full(store: SessionStore) -> N
 # ---- ends from outside
 
 
-async def test_a_cancelled_session_ends_at_what_is_committed(coordinator: ToyCoordinator) -> None:
+async def ended_cancelled(coordinator: ToyCoordinator, seen: list[int], chunks: Chunks) -> None:
+    """Read a cancelled session to its end, and compare it with the store."""
+    rest = [entry async for entry in chunks]
+    assert rest[-1][1]
+    assert rest[-1][1].reason is FinishReason.CANCELLED
+    seen += [token for chunk, _ in rest for token in tokens_of(chunk)]
+    assert seen == await coordinator.stored("s") == await coordinator.tokens("s")
+
+
+async def test_a_commit_learns_of_a_cancellation(coordinator: ToyCoordinator) -> None:
     coordinator.toys.before = gate = Gate(8)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         seen = await take(chunks, 8)
         assert await coordinator.store.cancel("s") is Status.CANCELLED
         gate.opened.set()
-        rest = [entry async for entry in chunks]
-    assert rest[-1][1]
-    assert rest[-1][1].reason is FinishReason.CANCELLED
-    seen += [token for chunk, _ in rest for token in tokens_of(chunk)]
-    assert seen == await coordinator.stored("s") == await coordinator.tokens("s")
+        await ended_cancelled(coordinator, seen, chunks)
     assert coordinator.toys.scorers[0].num_closed == 1
+
+
+async def test_cancelling_at_the_owner_ends_the_round(coordinator: ToyCoordinator) -> None:
+    """A round that would never end by itself; the workers are told."""
+    coordinator.toys.before = Gate(8)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        seen = await take(chunks, 8)
+        assert await coordinator.cancel("s") is Status.CANCELLED
+        await ended_cancelled(coordinator, seen, chunks)
+    assert [each.num_closed for each in (*coordinator.toys.scorers, *coordinator.toys.drafters)] == [1, 1]
+
+
+async def test_cancelling_elsewhere_ends_the_round(coordinator: ToyCoordinator) -> None:
+    coordinator.toys.before = Gate(8)
+    watching = asyncio.create_task(coordinator.watch(period_s=0.001))
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        seen = await take(chunks, 8)
+        assert await ToyCoordinator(coordinator.store).cancel("s") is Status.CANCELLED
+        await ended_cancelled(coordinator, seen, chunks)
+    assert coordinator.toys.scorers[0].num_closed == 1
+    watching.cancel()
+
+
+async def test_a_takeover_ends_the_former_owners_round(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
+    coordinator.toys.before = Gate(8)
+    watching = asyncio.create_task(coordinator.watch(period_s=0.001))
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        seen = await take(chunks, 8)
+        assert await ToyCoordinator(coordinator.store).tokens("s") == undisturbed
+        with pytest.raises(Fenced):
+            await read_into(seen, chunks)
+    assert [(each.num_closed, each.num_abandoned) for each in coordinator.toys.scorers] == [(0, 1)]
+    watching.cancel()
 
 
 async def test_a_takeover_fences_the_former_owner(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:

@@ -353,6 +353,23 @@ async def test_each_mutant_of_the_scripts_is_rejected(name: str) -> None:
     assert any([await fails(check, *MUTANTS[name]) for check in CHECKS])
 
 
+async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await store.redis.pexpire(keys(SESSION)[0], 60_000)
+    await store.heartbeat(SESSION, epoch)
+    assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
+    await store.claim(SESSION)
+    with pytest.raises(Fenced):
+        await store.heartbeat(SESSION, epoch)
+    await store.cancel(SESSION)
+    with pytest.raises(SessionCancelled):
+        await store.heartbeat(SESSION, epoch + 1)
+    await store.redis.delete(keys(SESSION)[0])
+    with pytest.raises(DataLoss):
+        await store.heartbeat(SESSION, epoch + 1)
+
+
 # ---- faults, on a real Redis
 
 
