@@ -8,7 +8,7 @@ import grpc
 
 from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
-from specdec.errors import Fenced, InvalidArgument, SpecdecError, Unavailable
+from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
 from specdec.exact.values import Proposal
 from specdec.types import ModelInfo
@@ -44,7 +44,7 @@ class DraftWorkers:
         self._timeout_s = timeout_s
 
     async def describe(self) -> dict[str, ModelInfo]:
-        """Return the drafters on offer, the default first. Raises Unavailable while no worker answers."""
+        """Return the drafters on offer, the default first. Raises UnavailableError while no worker answers."""
         request = draft_pb2.GetDraftRequest()
         metadata = routing_metadata("describe", 0)
         reply = await answered(self._stub.GetDraft(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
@@ -125,11 +125,11 @@ class SessionDrafter:
             return reply, codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
         except (codec.MalformedReply, ValueError) as error:
             self._stream.drop()
-            raise Unavailable(f"a draft worker answered against the contract: {error}") from error
+            raise UnavailableError(f"a draft worker answered against the contract: {error}") from error
 
     def _fail(self, error: SpecdecError) -> None:
         """Do without for a while; what the worker refuses outright it will refuse again, so wait longest then."""
-        if isinstance(error, InvalidArgument | Fenced):
+        if isinstance(error, InvalidArgumentError | FencedError):
             self._pause_s = PAUSE_S[1]
         self._ask_again_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, PAUSE_S[1])

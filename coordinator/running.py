@@ -12,7 +12,7 @@ from coordinator.generation import Chunk, Generation, Round
 from coordinator.rounds import run_rounds
 from coordinator.sessions import Session, SessionCancelled, SessionStore
 from coordinator.target import Scorer
-from specdec.errors import Unavailable
+from specdec.errors import UnavailableError
 from specdec.types import FinishReason, Statistics
 
 
@@ -120,13 +120,13 @@ class RunningGeneration:
         if self._num_published <= offset and not self._is_complete and self._error:
             raise self._error
         if self._num_published < offset:
-            raise Unavailable("the session ended before the token that the client asks for; resume it again")
+            raise UnavailableError("the session ended before the token that the client asks for; resume it again")
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
             await run_rounds(self.generation, workers.drafter, workers.scorer, workers.draft_length, self._publish)
         except asyncio.CancelledError:
-            self._end(self._interruption or Unavailable("this coordinator stopped the session; resume it"))
+            self._end(self._interruption or UnavailableError("this coordinator stopped the session; resume it"))
         except Exception as error:
             self._end(error)
         try:

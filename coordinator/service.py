@@ -19,7 +19,7 @@ from coordinator.sessions import Session, SessionCancelled, SessionStore, Status
 from coordinator.streams import WorkerSession
 from coordinator.target import TargetWorkers
 from coordinator.text import StreamDetokenizer
-from specdec.errors import Fenced, SpecdecError, Unavailable
+from specdec.errors import FencedError, SpecdecError, UnavailableError
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
@@ -69,7 +69,7 @@ class Coordinator:
     async def begin(self, request: generation_pb2.GenerateRequest) -> str:
         """Check a request, create its session unless it exists, and return the session's id.
 
-        Raises InvalidArgument, AlreadyExists, Mismatch, Overloaded.
+        Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
         """
         target = self.capabilities.target
         plan = await requests.plan(request, self._prompts, target, self.limits)
@@ -82,7 +82,7 @@ class Coordinator:
     async def follow(self, session_id: str, offset: int, digest: bytes) -> AsyncGenerator[tuple[Chunk, Ending | None]]:
         """Yield the completion from token `offset` on, running the session here; the last chunk comes with the ending.
 
-        Raises NotFound, Overloaded, DataLoss if the store lacks what the client has, and what ends the rounds.
+        Raises NotFoundError, OverloadedError, DataLossError if the store lacks what the client has, and what ends the rounds.
         """
         while True:
             async with self._running.attach(session_id, partial(self.start, session_id)) as running:
@@ -90,10 +90,10 @@ class Coordinator:
                     async for chunk, ending in running.follow(offset):
                         yield chunk, ending
                     return
-                running.interrupt(Fenced("another coordinator has taken this session over; resume it"))
+                running.interrupt(FencedError("another coordinator has taken this session over; resume it"))
 
     async def read(self, session_id: str) -> StoredSession:
-        """Return a session. Raises NotFound."""
+        """Return a session. Raises NotFoundError."""
         session = await self._store.read(session_id)
         sampling, _ = requests.restored(session.request)
         generation = await self._replayed(session, sampling)
@@ -103,7 +103,7 @@ class Coordinator:
         return StoredSession(session, sampling, generation.text, ending)
 
     async def cancel(self, session_id: str) -> Status:
-        """End a session; return its state after that. Raises NotFound."""
+        """End a session; return its state after that. Raises NotFoundError."""
         status = await self._store.cancel(session_id)
         running = self._running.get(session_id)
         if running and status is Status.CANCELLED:
@@ -119,7 +119,7 @@ class Coordinator:
     async def _check(self, running: RunningGeneration) -> None:
         try:
             await self._store.heartbeat(running.session_id, running.epoch)
-        except Unavailable:
+        except UnavailableError:
             pass  # the commit will say so
         except (SpecdecError, SessionCancelled) as reason:
             running.interrupt(reason)
@@ -127,14 +127,14 @@ class Coordinator:
     async def _owns(self, running: RunningGeneration, offset: int, digest: bytes) -> bool:
         """Ask the store whether this coordinator still owns a session of which a client has more, or other, tokens.
 
-        Raises DataLoss if the store lacks what the client has: memory may be behind, the store never is.
+        Raises DataLossError if the store lacks what the client has: memory may be behind, the store never is.
         """
         session = await self._store.read(running.session_id)
         session.check_position(offset, digest)
         return session.epoch == running.epoch
 
     async def start(self, session_id: str) -> RunningGeneration:
-        """Claim a session and continue it, with the model that its text belongs to. Raises NotFound, Mismatch."""
+        """Claim a session and continue it, with the model that its text belongs to. Raises NotFoundError, ModelMismatchError."""
         session = await self._store.claim(session_id, self.capabilities.target)
         sampling, speculation = requests.restored(session.request)
         running = RunningGeneration(session, await self._replayed(session, sampling), self._store)
@@ -149,7 +149,7 @@ class Coordinator:
         return await asyncio.to_thread(self._generation, session, sampling)
 
     def _generation(self, session: Session, sampling: SamplingParams) -> Generation:
-        """Return a session's state, its text replayed. Raises Mismatch if the tokens are of another tokenizer."""
+        """Return a session's state, its text replayed. Raises ModelMismatchError if the tokens are of another tokenizer."""
         model = self._model(session)
         self.capabilities.check_tokenizer(model)
         return Generation(

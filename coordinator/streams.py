@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from specdec.errors import SpecdecError, Unavailable, from_rpc_error
+from specdec.errors import SpecdecError, UnavailableError, from_rpc_error
 from specdec.serving import session_stream
 from specdec.serving.channels import SESSION_METADATA_KEY
 from specdec.types import SamplingParams
@@ -62,14 +62,14 @@ class WorkerStream(Generic[ReplyT]):
     async def ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
         """Bring the worker up to date and return its answer to `message(start, tokens)`.
 
-        Raises the worker's SpecdecError; Unavailable if it did not answer in time.
+        Raises the worker's SpecdecError; UnavailableError if it did not answer in time.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._ask(committed, message)
         except TimeoutError:
             self.drop()
-            raise Unavailable(f"a worker did not answer within {self._timeout_s:g} s") from None
+            raise UnavailableError(f"a worker did not answer within {self._timeout_s:g} s") from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             ending = await self._ending()
             self.drop()
@@ -107,9 +107,9 @@ class WorkerStream(Generic[ReplyT]):
                 trailers = await self._stream.initial_metadata(), await self._stream.trailing_metadata()
                 details = await self._stream.details()
         except TimeoutError:
-            return Unavailable(LOST_STREAM)
+            return UnavailableError(LOST_STREAM)
         if code == grpc.StatusCode.OK:
-            return Unavailable(LOST_STREAM)
+            return UnavailableError(LOST_STREAM)
         return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
 
     def keep(self, num_tokens: int, cached_len: int) -> None:

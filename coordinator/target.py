@@ -11,7 +11,7 @@ import grpc
 
 from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
-from specdec.errors import Mismatch, Overloaded, SpecdecError, Unavailable
+from specdec.errors import ModelMismatchError, OverloadedError, SpecdecError, UnavailableError
 from specdec.exact import codec
 from specdec.exact.values import Proposal, Scores
 from specdec.retry import RetryPolicy
@@ -40,7 +40,7 @@ class TargetWorkers:
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     async def describe(self, route: int = 0) -> ModelInfo:
-        """Return the model of one of them; other routes may reach others. Raises Unavailable while none answers."""
+        """Return the model of one of them; other routes may reach others. Raises UnavailableError while none answers."""
         request, metadata = target_pb2.GetTargetRequest(), routing_metadata("describe", route)
         reply = await answered(self._stub.GetTarget(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
         return messages.model_from_proto(reply.model)
@@ -85,7 +85,7 @@ class Scorer:
         while True:
             try:
                 return await self._score(committed, proposal)
-            except (Unavailable, Overloaded, Mismatch) as error:
+            except (UnavailableError, OverloadedError, ModelMismatchError) as error:
                 failures[type(error)] += 1
                 pause_s = self._pause_s(error, failures[type(error)], time.monotonic() - begin)
                 if pause_s is None:
@@ -94,7 +94,7 @@ class Scorer:
 
     def _pause_s(self, error: SpecdecError, num_failures: int, elapsed_s: float) -> float | None:
         """Return the pause before the next attempt, None if the session's patience is at an end."""
-        if not isinstance(error, Mismatch):
+        if not isinstance(error, ModelMismatchError):
             return self._retry.pause_s(num_failures, elapsed_s, random.random())
         self._stream.reroute()
         self._on_mismatch()
@@ -102,14 +102,16 @@ class Scorer:
 
     def _given_up(self, error: SpecdecError, has_text: bool) -> SpecdecError:
         waited_s = self._retry.budget_s
-        if isinstance(error, Mismatch) and not has_text:
-            return Unavailable("the target's model has just changed; resume the session, which has no text yet")
-        if isinstance(error, Mismatch):
+        if isinstance(error, ModelMismatchError) and not has_text:
+            return UnavailableError("the target's model has just changed; resume the session, which has no text yet")
+        if isinstance(error, ModelMismatchError):
             message = f"no worker that serves the model of this session's text was found within {waited_s:g} s"
-            return Mismatch(f"{message}; begin a new session, or resume this one when that model is served again")
-        if isinstance(error, Unavailable):
+            return ModelMismatchError(
+                f"{message}; begin a new session, or resume this one when that model is served again"
+            )
+        if isinstance(error, UnavailableError):
             message = f"no target worker has served this round for {waited_s:g} s; the session can be resumed"
-            return Unavailable(f"{message} (last: {error})", error.retry_after_s)
+            return UnavailableError(f"{message} (last: {error})", error.retry_after_s)
         return error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
@@ -127,7 +129,7 @@ class Scorer:
                 raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
         except (codec.MalformedReply, ValueError) as error:
             self._stream.drop()
-            raise Unavailable(f"a target worker answered against the contract: {error}") from error
+            raise UnavailableError(f"a target worker answered against the contract: {error}") from error
         return Scored(scores, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
 
     def keep(self, num_tokens: int, cached_len: int) -> None:

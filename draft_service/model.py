@@ -20,7 +20,7 @@ from draft_service.drafters import Drafted, DraftRequest
 from draft_service.metrics import METRICS, count_ahead
 from specdec.engine import CacheMiss, EngineError, EngineLoop, Task, Timings
 from specdec.engine.held import HeldTokens
-from specdec.errors import NonFiniteLogits
+from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draft_distributions, draw
 from specdec.exact.values import Proposal, SparseDistribution, Timing
@@ -121,7 +121,7 @@ class DraftProcessor:
             if row.token_ids:
                 task.draw_from(row)
             else:
-                task.fail(NonFiniteLogits("the draft model's logits for this session are not finite"))
+                task.fail(NonFiniteLogitsError("the draft model's logits for this session are not finite"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class ModelDrafter:
         """Guess the closing token and draft behind it until somebody asks; None if nothing came of it."""
         if self._is_asked():
             return None
-        with suppress(EngineError, NonFiniteLogits):
+        with suppress(EngineError, NonFiniteLogitsError):
             guessing = GuessTask(session, replace(ask, num_draft_tokens=1), self._held, match=False)
             guess: Proposal = await self._engine.run(guessing)
             ask = self._within_context(DraftRequest(ask.start, [*ask.tokens, *guess.tokens], ask.num_draft_tokens))

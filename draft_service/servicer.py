@@ -5,7 +5,7 @@ from typing import Any
 
 from draft_service.drafters import Drafted, Drafter, DraftRequest
 from specdec import messages
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
 from specdec.serving.session_stream import EpochFence, Session, SessionStream, session_from_proto
 from specdec.serving.telemetry import get_logger
@@ -66,7 +66,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def _drafter(self, name: str) -> Drafter:
         chosen = name or next(iter(self._drafters))
         if chosen not in self._drafters:
-            raise InvalidArgument({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
+            raise InvalidArgumentError({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
         return self._drafters[chosen]
 
 
@@ -80,19 +80,21 @@ def _packed(drafted: Drafted) -> draft_pb2.ProposeResponse:
 
 
 def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
-    """Check a round, so that nothing in it can harm another session. Raises InvalidArgument."""
+    """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
     model = drafter.model
     if message.num_draft_tokens > MAX_DRAFT_TOKENS:
         problem = f"is {message.num_draft_tokens}; the most is {MAX_DRAFT_TOKENS}"
-        raise InvalidArgument({"propose.num_draft_tokens": problem})
+        raise InvalidArgumentError({"propose.num_draft_tokens": problem})
     length = message.start + len(message.tokens)
     if not length:
-        raise InvalidArgument({"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"})
+        raise InvalidArgumentError(
+            {"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"}
+        )
     if model.vocab_size:
         messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     if model.context_length and length > model.context_length:
         problem = f"would be {length} tokens long; this worker's context holds {model.context_length}"
-        raise InvalidArgument({"propose": problem})
+        raise InvalidArgumentError({"propose": problem})
     return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens)
 
 

@@ -15,7 +15,7 @@ import typer
 
 from specdec import terminal
 from specdec.client import Chunk, Client, Message, SamplingParams, SpecdecError, SpeculationParams
-from specdec.errors import InvalidArgument, Unavailable
+from specdec.errors import InvalidArgumentError, UnavailableError
 from specdec.serving import local
 
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
@@ -285,7 +285,7 @@ async def _connected(address: str) -> AsyncIterator[Client]:
     async with Client(address) as client:
         try:
             await client.connect()
-        except Unavailable as error:
+        except UnavailableError as error:
             raise local.CannotRun(f"{error}; start one with `specdec up --target DIR --draft DIR`") from None
         yield client
 
@@ -325,7 +325,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
     """Run a command; whatever is expected to go wrong becomes one sentence and an exit code."""
     try:
         asyncio.run(work)
-    except InvalidArgument as error:
+    except InvalidArgumentError as error:
         _fail(str(error), WRONG_USAGE)
     except SpecdecError as error:
         _fail(str(error), FAILED)

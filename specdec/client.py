@@ -31,7 +31,15 @@ from specdec.completion import (
     served_model_from_proto,
     session_from_proto,
 )
-from specdec.errors import Fenced, InvalidArgument, Mismatch, Overloaded, SpecdecError, Unavailable, from_rpc_error
+from specdec.errors import (
+    FencedError,
+    InvalidArgumentError,
+    ModelMismatchError,
+    OverloadedError,
+    SpecdecError,
+    UnavailableError,
+    from_rpc_error,
+)
 from specdec.messages import sampling_to_proto
 from specdec.types import FinishReason, SamplingParams, SpeculationParams, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2, generation_pb2_grpc, types_pb2
@@ -113,12 +121,12 @@ class Client:
             self._channel = None
 
     async def connect(self) -> None:
-        """Connect now instead of with the first call. Raises Unavailable at once where nobody answers."""
+        """Connect now instead of with the first call. Raises UnavailableError at once where nobody answers."""
         channel = self._open_channel
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise Unavailable(f"no specdec answers on {self.address}")
+                raise UnavailableError(f"no specdec answers on {self.address}")
             await channel.wait_for_state_change(state)
             state = channel.get_state()
 
@@ -134,7 +142,7 @@ class Client:
         """Yield what each round commits; the last chunk has `finish`.
 
         The prompt is text, token ids, or chat messages: (role, content) pairs. Leaving the loop cancels the call.
-        Raises DataLoss where the server contradicts what it sent before.
+        Raises DataLossError where the server contradicts what it sent before.
         """
         request = _request(prompt, sampling, speculation, request_id or str(uuid.uuid4()))
         _check_size(request)
@@ -170,7 +178,7 @@ class Client:
         return Completion.of([chunk async for chunk in stream])
 
     async def get_session(self, session_id: str) -> Session:
-        """Return what the store holds of a session. Raises NotFound."""
+        """Return what the store holds of a session. Raises NotFoundError."""
         request = generation_pb2.GetSessionRequest(session_id=session_id)
         return session_from_proto(await self._ask(self._stub.GetSession, request))
 
@@ -269,7 +277,9 @@ class _RetryPolicy:
     def _pause_s(self, error: grpc.aio.AioRpcError | None, failure: SpecdecError) -> float:
         """Return what the server asked for, then a pause of its own, so that clients do not come back all at once."""
         asked_s: float = (
-            failure.retry_after_s if _from_server(error) and isinstance(failure, Overloaded | Unavailable) else 0.0
+            failure.retry_after_s
+            if _from_server(error) and isinstance(failure, OverloadedError | UnavailableError)
+            else 0.0
         )
         return asked_s + random.uniform(0.5, 1) * min(FIRST_PAUSE_S * 2.0**self._num_failures, LONGEST_PAUSE_S)
 
@@ -278,7 +288,7 @@ class _RetryPolicy:
         if error and _from_server(error):
             return from_rpc_error(error)
         if error and error.code() is grpc.StatusCode.UNIMPLEMENTED:
-            return Mismatch(
+            return ModelMismatchError(
                 f"what answers on {self._address} is not a specdec coordinator; give the coordinator's port"
             )
         if error and error.code() not in (*CONNECTION_CODES, grpc.StatusCode.DEADLINE_EXCEEDED):
@@ -286,7 +296,7 @@ class _RetryPolicy:
         late = error and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         what = f"no end within {self._timeout_s:g} s" if late else f"no specdec answers on {self._address}"
         rest = f"; session {seen.session_id} can be resumed from token {seen.end}" if seen and seen.session_id else ""
-        return Unavailable(what + rest)
+        return UnavailableError(what + rest)
 
 
 def _chunk_of(
@@ -303,14 +313,14 @@ def _from_server(error: grpc.aio.AioRpcError | None) -> bool:
 def _is_retryable(error: grpc.aio.AioRpcError | None, failure: SpecdecError) -> bool:
     """Say whether another attempt can help. A fenced session is another coordinator's now, which Resume will find."""
     if _from_server(error):
-        return isinstance(failure, Overloaded | Unavailable | Fenced)
+        return isinstance(failure, OverloadedError | UnavailableError | FencedError)
     return error is None or error.code() in CONNECTION_CODES
 
 
 def _request(
     prompt: Prompt, sampling: SamplingParams | None, speculation: SpeculationParams | None, request_id: str
 ) -> generation_pb2.GenerateRequest:
-    """Build the request. Raises InvalidArgument for what does not fit its field, the server judges the rest."""
+    """Build the request. Raises InvalidArgumentError for what does not fit its field, the server judges the rest."""
     request = generation_pb2.GenerateRequest(request_id=request_id)
     with _naming("prompt"):
         _set_prompt(request, prompt)
@@ -346,11 +356,11 @@ def _naming(field: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArgument({field: f"does not fit the request: {error}"}) from error
+        raise InvalidArgumentError({field: f"does not fit the request: {error}"}) from error
 
 
 def _check_size(request: generation_pb2.GenerateRequest) -> None:
     size = request.ByteSize()
     if size > MAX_MESSAGE_BYTES:
         limit = f"the most is {MAX_MESSAGE_BYTES} bytes; shorten the prompt"
-        raise InvalidArgument({"prompt": f"makes a request of {size} bytes; {limit}"})
+        raise InvalidArgumentError({"prompt": f"makes a request of {size} bytes; {limit}"})

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
-from specdec.errors import DataLoss, Mismatch
+from specdec.errors import DataLossError, ModelMismatchError
 from specdec.messages import model_from_proto, sampling_from_proto
 from specdec.types import FinishReason, ModelInfo, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
@@ -153,7 +153,7 @@ class Transcript:
         return self.digests.get(self.end, b"")
 
     def admit(self, chunk: Chunk) -> Chunk | None:
-        """Return what of a chunk is new, or None. Raises DataLoss where it contradicts what was seen."""
+        """Return what of a chunk is new, or None. Raises DataLossError where it contradicts what was seen."""
         self._check(chunk)
         news = chunk.after(min(max(self.end, chunk.offset), chunk.end))
         self.session_id = chunk.session_id
@@ -164,25 +164,25 @@ class Transcript:
 
     def _check(self, chunk: Chunk) -> None:
         if self.session_id and chunk.session_id != self.session_id:
-            raise DataLoss(f"asked for session {self.session_id}, the server sent {chunk.session_id}")
+            raise DataLossError(f"asked for session {self.session_id}, the server sent {chunk.session_id}")
         where = f"session {chunk.session_id}: the server sent the tokens from {chunk.offset} to {chunk.end}"
         if chunk.offset > self.end:
-            raise DataLoss(f"{where}, but the client has only {self.end}; tokens are missing")
+            raise DataLossError(f"{where}, but the client has only {self.end}; tokens are missing")
         if self.digests.get(chunk.end, chunk.digest) != chunk.digest:
-            raise DataLoss(f"{where} again with another digest; the store holds another text than was shown")
+            raise DataLossError(f"{where} again with another digest; the store holds another text than was shown")
         again = zip(range(chunk.offset, self.end), chunk.tokens, strict=False)
         if any(self.tokens[place - self.start] != token for place, token in again if place >= self.start):
-            raise DataLoss(f"{where} again with other tokens; the store holds another text than was shown")
+            raise DataLossError(f"{where} again with other tokens; the store holds another text than was shown")
 
 
 def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:
-    """Convert. Raises Mismatch for what this version cannot read."""
+    """Convert. Raises ModelMismatchError for what this version cannot read."""
     if not len(message.tokens) == len(message.origins) == len(message.text_ends):
-        raise Mismatch("the server sent a chunk whose lists contradict each other; update client or server")
+        raise ModelMismatchError("the server sent a chunk whose lists contradict each other; update client or server")
     try:
         return _chunk(message)
     except ValueError as error:
-        raise Mismatch(
+        raise ModelMismatchError(
             f"the server sent a value that this client does not know ({error}); update the client"
         ) from error
 

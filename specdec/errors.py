@@ -1,18 +1,18 @@
 """The errors of specdec and the one table that turns them into gRPC status codes and back.
 
     SpecdecError
-    ├── InvalidArgument    a field is wrong; says which, its value and what would be right
-    ├── NotFound           no such session, or not yours (indistinguishable)
-    ├── AlreadyExists      the request_id was used with other parameters
-    ├── Fenced             another coordinator owns the session now
-    ├── Mismatch           draft and target, or model and request, do not fit
-    ├── NonFiniteLogits       the model's distribution for this session holds NaN or infinity
-    ├── Overloaded         no room now; says when to come back
-    ├── Unavailable        loading, draining, or a part is gone; says when to come back
-    ├── DataLoss           the store went back in time
-    └── Internal           a bug of ours; its text stays in the log
+    ├── InvalidArgumentError    a field is wrong; says which, its value and what would be right
+    ├── NotFoundError           no such session, or not yours (indistinguishable)
+    ├── AlreadyExistsError      the request_id was used with other parameters
+    ├── FencedError             another coordinator owns the session now
+    ├── ModelMismatchError           draft and target, or model and request, do not fit
+    ├── NonFiniteLogitsError       the model's distribution for this session holds NaN or infinity
+    ├── OverloadedError         no room now; says when to come back
+    ├── UnavailableError        loading, draining, or a part is gone; says when to come back
+    ├── DataLossError           the store went back in time
+    └── InternalError           a bug of ours; its text stays in the log
 
-Every status carries an ErrorInfo; InvalidArgument adds BadRequest, Overloaded and Unavailable add RetryInfo.
+Every status carries an ErrorInfo; InvalidArgumentError adds BadRequest, OverloadedError and UnavailableError add RetryInfo.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class SpecdecError(Exception):
         return ()
 
 
-class InvalidArgument(SpecdecError):
+class InvalidArgumentError(SpecdecError):
     """A field is wrong. `violations` maps field paths to what is wrong with each."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
@@ -66,35 +66,35 @@ class InvalidArgument(SpecdecError):
         return (error_details_pb2.BadRequest(field_violations=fields),)
 
 
-class NotFound(SpecdecError):
+class NotFoundError(SpecdecError):
     """There is no such session, or it is not the caller's."""
 
     code = grpc.StatusCode.NOT_FOUND
     reason = "SESSION_NOT_FOUND"
 
 
-class AlreadyExists(SpecdecError):
+class AlreadyExistsError(SpecdecError):
     """The request_id belongs to a session with other parameters."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     reason = "REQUEST_ID_REUSED"
 
 
-class Fenced(SpecdecError):
+class FencedError(SpecdecError):
     """A higher epoch owns the session."""
 
     code = grpc.StatusCode.ABORTED
     reason = "SESSION_FENCED"
 
 
-class Mismatch(SpecdecError):
+class ModelMismatchError(SpecdecError):
     """Two parts do not fit together, and retrying will not change that."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     reason = "MODEL_MISMATCH"
 
 
-class NonFiniteLogits(SpecdecError):
+class NonFiniteLogitsError(SpecdecError):
     """The model gave NaN or infinity for this session."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
@@ -113,28 +113,28 @@ class _Retryable(SpecdecError):
         return (error_details_pb2.RetryInfo(retry_delay=delay),)
 
 
-class Overloaded(_Retryable):
+class OverloadedError(_Retryable):
     """There is no room for this now."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     reason = "OVERLOADED"
 
 
-class Unavailable(_Retryable):
+class UnavailableError(_Retryable):
     """A part is loading, draining or gone."""
 
     code = grpc.StatusCode.UNAVAILABLE
     reason = "UNAVAILABLE"
 
 
-class DataLoss(SpecdecError):
+class DataLossError(SpecdecError):
     """The store holds less than, or other than, what a client was shown."""
 
     code = grpc.StatusCode.DATA_LOSS
     reason = "STORE_ROLLED_BACK"
 
 
-class Internal(SpecdecError):
+class InternalError(SpecdecError):
     """A bug of ours. The message is fixed: what happened is in the log, not on the wire."""
 
     def __init__(self) -> None:
@@ -142,16 +142,16 @@ class Internal(SpecdecError):
 
 
 ERRORS: tuple[type[SpecdecError], ...] = (
-    InvalidArgument,
-    NotFound,
-    AlreadyExists,
-    Fenced,
-    Mismatch,
-    NonFiniteLogits,
-    Overloaded,
-    Unavailable,
-    DataLoss,
-    Internal,
+    InvalidArgumentError,
+    NotFoundError,
+    AlreadyExistsError,
+    FencedError,
+    ModelMismatchError,
+    NonFiniteLogitsError,
+    OverloadedError,
+    UnavailableError,
+    DataLossError,
+    InternalError,
 )
 
 
@@ -167,11 +167,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> SpecdecError:
 def _rebuilt(
     kind: type[SpecdecError], message: str, violations: Mapping[str, str], retry_after_s: float
 ) -> SpecdecError:
-    if issubclass(kind, InvalidArgument):
+    if issubclass(kind, InvalidArgumentError):
         return kind(violations or {"request:": message})
     if issubclass(kind, _Retryable):
         return kind(message, retry_after_s)
-    return kind() if kind is Internal else kind(message)
+    return kind() if kind is InternalError else kind(message)
 
 
 def _kind_of_code(code: grpc.StatusCode) -> type[SpecdecError]:
@@ -180,8 +180,8 @@ def _kind_of_code(code: grpc.StatusCode) -> type[SpecdecError]:
     Our own INTERNAL has an ErrorInfo; one without is how the library reports a connection that broke.
     """
     if code in BROKEN_CALL_CODES:
-        return Unavailable
-    return next((kind for kind in ERRORS if kind.code == code and kind is not NonFiniteLogits), Internal)
+        return UnavailableError
+    return next((kind for kind in ERRORS if kind.code == code and kind is not NonFiniteLogitsError), InternalError)
 
 
 def _read_details(error: grpc.aio.AioRpcError) -> tuple[error_details_pb2.ErrorInfo, dict[str, str], float]:

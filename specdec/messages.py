@@ -1,12 +1,12 @@
 """Public values to protobuf and back: sampling and speculation parameters, models.
 
-A client's mistakes raise InvalidArgument with the field, its value and the remedy.
+A client's mistakes raise InvalidArgumentError with the field, its value and the remedy.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.types import MAX_DRAFT_TOKENS, ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import types_pb2
 
@@ -37,10 +37,10 @@ _RANGES: Mapping[str, tuple[float, bool, float]] = {
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams, vocab_size: int | None = None) -> SamplingParams:
-    """Check and convert; token ids too if `vocab_size` is given. Raises InvalidArgument for all wrong fields."""
+    """Check and convert; token ids too if `vocab_size` is given. Raises InvalidArgumentError for all wrong fields."""
     problems = {**_range_problems(message), **_list_problems(message), **_token_problems(message, vocab_size)}
     if problems:
-        raise InvalidArgument({f"sampling.{field}": problem for field, problem in problems.items()})
+        raise InvalidArgumentError({f"sampling.{field}": problem for field, problem in problems.items()})
     given = {
         field.name: getattr(message, field.name)
         for field in message.DESCRIPTOR.fields
@@ -124,14 +124,14 @@ def speculation_from_proto(message: types_pb2.SpeculationParams) -> SpeculationP
     count = message.num_draft_tokens if message.HasField("num_draft_tokens") else None
     if count is not None and count > MAX_DRAFT_TOKENS:
         problem = f"is {count}; give 0 (plain decoding) to {MAX_DRAFT_TOKENS}, or leave it unset (automatic)"
-        raise InvalidArgument({"speculation.num_draft_tokens": problem})
+        raise InvalidArgumentError({"speculation.num_draft_tokens": problem})
     return SpeculationParams(count, message.drafter or None)
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise InvalidArgument for an id past the vocabulary."""
+    """Raise InvalidArgumentError for an id past the vocabulary."""
     if tokens and max(tokens) >= vocab_size:
-        raise InvalidArgument({field: f"has token id {max(tokens)}; the vocabulary ends at {vocab_size - 1}"})
+        raise InvalidArgumentError({field: f"has token id {max(tokens)}; the vocabulary ends at {vocab_size - 1}"})
 
 
 def model_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:

@@ -12,7 +12,7 @@ import torch
 
 from specdec.engine import Task
 from specdec.engine.held import HeldTokens
-from specdec.errors import NonFiniteLogits
+from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw_dense, drop_padding, is_finite, next_token_distributions
 from specdec.exact.values import PositionLogprobs, Scores, TargetDistribution
@@ -74,7 +74,7 @@ class Scorer:
         return ScoreTask(session, given, self._held, match)
 
     def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
-        """End each task with its scores, or with NonFiniteLogits, from logits [sum of K + 1, V]."""
+        """End each task with its scores, or with NonFiniteLogitsError, from logits [sum of K + 1, V]."""
         METRICS.observe_batch(len(tasks))
         logits = drop_padding(logits, self._vocab_size)
         rows = next_token_distributions(
@@ -85,7 +85,9 @@ class Scorer:
         for task, (begin, end) in zip(tasks, _spans(tasks), strict=True):
             if not all(finite[begin:end]):
                 task.fail(
-                    NonFiniteLogits("the model's logits for this session are not finite; restart it, or its worker")
+                    NonFiniteLogitsError(
+                        "the model's logits for this session are not finite; restart it, or its worker"
+                    )
                 )
                 continue
             scored = target_rows[begin:end]

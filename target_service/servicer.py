@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
-from specdec.errors import InvalidArgument, Mismatch
+from specdec.errors import InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
 from specdec.serving.model_worker import run_task
@@ -59,10 +59,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             )
 
     def _check_model(self, fingerprint: str) -> None:
-        """Refuse a session whose text belongs to another model. Raises Mismatch."""
+        """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
         if fingerprint not in ("", self._model.fingerprint):
             problem = f"serves the model {self._model.fingerprint}, the session's text belongs to {fingerprint[:64]}"
-            raise Mismatch(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
+            raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
     async def _score(self, session: Session, message: target_pb2.Score, match: bool) -> target_pb2.ScoreResponse:
         given = self._checked(message)
@@ -80,35 +80,37 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return response
 
     def _checked(self, message: target_pb2.Score) -> Round:
-        """Check a round, so that nothing in it can harm another session. Raises InvalidArgument."""
+        """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
         num_drafted = len(message.draft_tokens)
         if not message.tokens:
-            raise InvalidArgument({"score.tokens": "is empty; repeat at least the last committed token"})
+            raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
         if num_drafted > MAX_DRAFT_TOKENS:
-            raise InvalidArgument({"score.draft_tokens": f"has {num_drafted}; the most is {MAX_DRAFT_TOKENS}"})
+            raise InvalidArgumentError({"score.draft_tokens": f"has {num_drafted}; the most is {MAX_DRAFT_TOKENS}"})
         messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
         messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
             problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
-            raise InvalidArgument({"score": problem})
+            raise InvalidArgumentError({"score": problem})
         supports = self._supports(message.supports, message.draft_tokens)
         return Round(message.start, list(message.tokens), list(message.draft_tokens), supports)
 
     def _supports(self, message: types_pb2.SparseDistributions, draft_tokens: Any) -> list[list[int]]:
         field, num_drafted = "score.supports", len(draft_tokens)
         if len(message.sizes) != codec.UINT32.itemsize * num_drafted:
-            raise InvalidArgument({field: f"has {len(message.sizes)} bytes of sizes for {num_drafted} draft tokens"})
+            raise InvalidArgumentError(
+                {field: f"has {len(message.sizes)} bytes of sizes for {num_drafted} draft tokens"}
+            )
         if len(message.token_ids) > codec.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
-            raise InvalidArgument({field: f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
+            raise InvalidArgumentError({field: f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
         try:
             supports = codec.supports_from_proto(message)
         except codec.MalformedReply as error:
-            raise InvalidArgument({field: f"is malformed: {error}"}) from None
+            raise InvalidArgumentError({field: f"is malformed: {error}"}) from None
         for token, support in zip(draft_tokens, supports, strict=True):
             messages.check_tokens(support, self._model.vocab_size, field)
             if token not in support:
-                raise InvalidArgument({field: "lacks its own draft token; a row must hold what was drawn from it"})
+                raise InvalidArgumentError({field: "lacks its own draft token; a row must hold what was drawn from it"})
         return supports
 
     def _report(self, session: Session, given: Round, task: ScoreTask) -> None:

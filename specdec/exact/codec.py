@@ -1,6 +1,6 @@
 """Values to protobuf and back, checked here and trusted inside.
 
-A client's mistakes raise InvalidArgument with the field, its value and what would be right. A worker's raise
+A client's mistakes raise InvalidArgumentError with the field, its value and what would be right. A worker's raise
 MalformedReply: a broken worker must not reach a session's log, so its answers are checked as strictly.
 """
 

@@ -12,7 +12,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
-from specdec.errors import Internal, Unavailable
+from specdec.errors import InternalError, UnavailableError
 from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.server import Server, supervised
 from specdec.serving.settings import ModelSettings
@@ -114,13 +114,13 @@ async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watc
 
 
 async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:
-    """Run a task to its end. Raises its SpecdecError or CacheMiss; Unavailable where the engine is gone."""
+    """Run a task to its end. Raises its SpecdecError or CacheMiss; UnavailableError where the engine is gone."""
     try:
         return await engine.run(task)
     except CacheMiss:
         raise
     except EngineError as error:
         if engine.is_stalled(math.inf):
-            raise Unavailable("the engine has stopped; ask another worker") from error
+            raise UnavailableError("the engine has stopped; ask another worker") from error
         get_logger().error("task_failed", error=type(error).__name__)
-        raise Internal from error
+        raise InternalError from error

@@ -248,8 +248,8 @@ def read_terminal(master: int) -> str:
 
 async def test_a_servers_errors_become_one_sentence(service: Service, address: str) -> None:
     service.acts = [
-        sends(then=errors.InvalidArgument({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"})),
-        sends(then=errors.NotFound("there is no such session")),
+        sends(then=errors.InvalidArgumentError({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"})),
+        sends(then=errors.NotFoundError("there is no such session")),
     ]
     wrong = await specdec("generate", "x", "--address", address, "--top-p", "7")
     assert wrong == Outcome(2, "", "specdec: sampling.top_p is 7; give a number in (0, 1], or leave it unset\n")

@@ -141,7 +141,7 @@ async def test_an_end_without_finish_is_a_broken_stream(service: Service, client
 
 
 async def test_a_fenced_session_is_resumed(service: Service, client: Client) -> None:
-    service.acts = [sends(WHOLE[0], then=errors.Fenced("another coordinator owns it")), sends(*WHOLE[1:])]
+    service.acts = [sends(WHOLE[0], then=errors.FencedError("another coordinator owns it")), sends(*WHOLE[1:])]
     assert (await client.complete("x")).text == TEXT
 
 
@@ -236,7 +236,7 @@ async def test_a_server_that_contradicts_itself_is_data_loss(
     service.acts = [sends(WHOLE[0], then=grpc.StatusCode.UNAVAILABLE), sends(again)]
     chunks = client.generate("x")
     assert (await anext(chunks)).text == "Once upon"
-    with pytest.raises(errors.DataLoss, match=what):
+    with pytest.raises(errors.DataLossError, match=what):
         await anext(chunks)
 
 
@@ -262,7 +262,7 @@ async def test_resume_breaks_and_goes_on_too(service: Service, client: Client) -
 
 async def test_resume_with_another_digest_is_data_loss(service: Service, client: Client) -> None:
     service.acts = [sends(WHOLE[0])]
-    with pytest.raises(errors.DataLoss, match="another digest"):
+    with pytest.raises(errors.DataLossError, match="another digest"):
         [one async for one in client.resume(SESSION, 2, b"x" * 16)]
 
 
@@ -270,13 +270,13 @@ async def test_resume_with_another_digest_is_data_loss(service: Service, client:
 
 
 FINAL_ERRORS = [
-    errors.InvalidArgument({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"}),
-    errors.NotFound("there is no session s-1"),
-    errors.AlreadyExists("request_id r was used with other parameters"),
-    errors.Mismatch("the draft's tokenizer is another"),
-    errors.NonFiniteLogits("the model gave NaN"),
-    errors.DataLoss("the store went back"),
-    errors.Internal(),
+    errors.InvalidArgumentError({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"}),
+    errors.NotFoundError("there is no session s-1"),
+    errors.AlreadyExistsError("request_id r was used with other parameters"),
+    errors.ModelMismatchError("the draft's tokenizer is another"),
+    errors.NonFiniteLogitsError("the model gave NaN"),
+    errors.DataLossError("the store went back"),
+    errors.InternalError(),
 ]
 
 
@@ -293,14 +293,14 @@ async def test_an_error_that_would_come_again_is_raised_at_once(
 
 async def test_fields_that_are_wrong_are_named(service: Service, client: Client) -> None:
     service.acts = [sends(then=FINAL_ERRORS[0])]
-    with pytest.raises(errors.InvalidArgument) as caught:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
         await client.complete("x")
     assert list(caught.value.violations) == ["sampling.top_p"]
 
 
-@pytest.mark.parametrize("kind", [errors.Overloaded, errors.Unavailable])
+@pytest.mark.parametrize("kind", [errors.OverloadedError, errors.UnavailableError])
 async def test_the_servers_wish_for_a_pause_is_honoured(
-    service: Service, client: Client, kind: type[errors.Overloaded | errors.Unavailable]
+    service: Service, client: Client, kind: type[errors.OverloadedError | errors.UnavailableError]
 ) -> None:
     service.acts = [sends(then=kind("later", retry_after_s=0.3)), sends(*WHOLE)]
     loop = asyncio.get_running_loop()
@@ -310,8 +310,8 @@ async def test_the_servers_wish_for_a_pause_is_honoured(
 
 
 async def test_a_pause_past_the_deadline_is_not_waited_for(service: Service, client: Client) -> None:
-    service.acts = [sends(then=errors.Overloaded("the queue is full", retry_after_s=3600))]
-    with pytest.raises(errors.Overloaded, match="the queue is full"):
+    service.acts = [sends(then=errors.OverloadedError("the queue is full", retry_after_s=3600))]
+    with pytest.raises(errors.OverloadedError, match="the queue is full"):
         await client.complete("x", timeout_s=100)
 
 
@@ -321,7 +321,7 @@ async def test_attempts_that_bring_nothing_end(service: Service, monkeypatch: py
     # a chunk in between starts the count anew; what was seen before does not
     service.acts = [gone, gone, sends(WHOLE[0]), gone, sends(WHOLE[1]), gone, sends(WHOLE[1]), gone]
     async with served(service) as port, Client(f"127.0.0.1:{port}", max_retries=2) as client:
-        with pytest.raises(errors.Unavailable, match="session s-1 can be resumed from token 3"):
+        with pytest.raises(errors.UnavailableError, match="session s-1 can be resumed from token 3"):
             await client.complete("x")
     assert service.acts == [gone]
 
@@ -332,7 +332,7 @@ async def test_a_hanging_server_meets_the_deadline(service: Service, client: Cli
         await asyncio.Event().wait()
 
     service.acts = [hang]
-    with pytest.raises(errors.Unavailable, match=r"no end within 0\.5 s; session s-1 can be resumed from token 2"):
+    with pytest.raises(errors.UnavailableError, match=r"no end within 0\.5 s; session s-1 can be resumed from token 2"):
         await client.complete("x", timeout_s=0.5)
 
 
@@ -340,7 +340,7 @@ async def test_nobody_there(monkeypatch: pytest.MonkeyPatch, unused_port: int) -
     monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
     async with Client(f"127.0.0.1:{unused_port}", max_retries=2) as client:
         for call in (client.connect(), client.complete("x"), client.get_model()):
-            with pytest.raises(errors.Unavailable, match=f"no specdec answers on 127.0.0.1:{unused_port}"):
+            with pytest.raises(errors.UnavailableError, match=f"no specdec answers on 127.0.0.1:{unused_port}"):
                 await call
 
 
@@ -359,7 +359,7 @@ async def test_somebody_else_there() -> None:
     await server.start()
     async with Client(f"127.0.0.1:{port}") as client:
         await client.connect()
-        with pytest.raises(errors.Mismatch, match="not a specdec coordinator"):
+        with pytest.raises(errors.ModelMismatchError, match="not a specdec coordinator"):
             await client.complete("x")
     await server.stop(0)
 
@@ -367,7 +367,7 @@ async def test_somebody_else_there() -> None:
 @pytest.mark.parametrize("changes", [{"origins": [1, 9]}, {"origins": [1]}, {"text_ends": []}])
 async def test_a_chunk_of_another_version_is_refused(service: Service, client: Client, changes: dict[str, Any]) -> None:
     service.acts = [sends(chunk(0, **changes))]
-    with pytest.raises(errors.Mismatch, match="update"):
+    with pytest.raises(errors.ModelMismatchError, match="update"):
         await client.complete("x")
 
 
@@ -375,7 +375,9 @@ async def test_a_chunk_of_another_version_is_refused(service: Service, client: C
 
 
 async def test_a_prompt_that_is_too_long_is_not_sent(service: Service, client: Client) -> None:
-    with pytest.raises(errors.InvalidArgument, match=rf"\d+ bytes; the most is {MAX_MESSAGE_BYTES} bytes; shorten"):
+    with pytest.raises(
+        errors.InvalidArgumentError, match=rf"\d+ bytes; the most is {MAX_MESSAGE_BYTES} bytes; shorten"
+    ):
         await client.complete("x" * MAX_MESSAGE_BYTES)
     assert service.asked == []
 
@@ -398,7 +400,7 @@ async def test_a_prompt_that_is_too_long_is_not_sent(service: Service, client: C
 async def test_values_that_fit_no_field_are_named(
     service: Service, client: Client, prompt: Any, sampling: SamplingParams | None, field: str
 ) -> None:
-    with pytest.raises(errors.InvalidArgument) as caught:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
         await client.complete(prompt, sampling=sampling)
     assert list(caught.value.violations) == [field]
     assert service.asked == []
@@ -406,7 +408,7 @@ async def test_values_that_fit_no_field_are_named(
 
 @pytest.mark.parametrize("offset", [-1, 2**32])
 async def test_an_offset_that_fits_no_field_is_named(service: Service, client: Client, offset: int) -> None:
-    with pytest.raises(errors.InvalidArgument, match="resume"):
+    with pytest.raises(errors.InvalidArgumentError, match="resume"):
         await anext(client.resume("s", offset))
     assert service.asked == []
 
@@ -501,6 +503,6 @@ async def test_cancel_and_get_model_are_repeated_where_the_connection_broke(serv
 
 
 async def test_an_unknown_session_is_not_found(service: Service, client: Client) -> None:
-    service.acts = [sends(then=errors.NotFound("there is no session s-9"))]
-    with pytest.raises(errors.NotFound, match="s-9"):
+    service.acts = [sends(then=errors.NotFoundError("there is no session s-9"))]
+    with pytest.raises(errors.NotFoundError, match="s-9"):
         await client.get_session("s-9")

@@ -17,35 +17,35 @@ from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 
 CODES = {
-    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    errors.Fenced: grpc.StatusCode.ABORTED,
-    errors.Mismatch: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.NonFiniteLogits: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.DataLoss: grpc.StatusCode.DATA_LOSS,
-    errors.Internal: grpc.StatusCode.INTERNAL,
+    errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.FencedError: grpc.StatusCode.ABORTED,
+    errors.ModelMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.NonFiniteLogitsError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    errors.DataLossError: grpc.StatusCode.DATA_LOSS,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 EXAMPLES: dict[type[SpecdecError], SpecdecError] = {
-    errors.InvalidArgument: errors.InvalidArgument({"sampling.top_p": "is 7", "prompt": "is missing"}),
-    errors.NotFound: errors.NotFound("no such session"),
-    errors.AlreadyExists: errors.AlreadyExists("used before"),
-    errors.Fenced: errors.Fenced("taken over", epoch=7),
-    errors.Mismatch: errors.Mismatch("tokenizers differ"),
-    errors.NonFiniteLogits: errors.NonFiniteLogits("NaN"),
-    errors.Overloaded: errors.Overloaded("full", 2.5),
-    errors.Unavailable: errors.Unavailable("loading é", 0.25),
-    errors.DataLoss: errors.DataLoss("went back"),
-    errors.Internal: errors.Internal(),
+    errors.InvalidArgumentError: errors.InvalidArgumentError({"sampling.top_p": "is 7", "prompt": "is missing"}),
+    errors.NotFoundError: errors.NotFoundError("no such session"),
+    errors.AlreadyExistsError: errors.AlreadyExistsError("used before"),
+    errors.FencedError: errors.FencedError("taken over", epoch=7),
+    errors.ModelMismatchError: errors.ModelMismatchError("tokenizers differ"),
+    errors.NonFiniteLogitsError: errors.NonFiniteLogitsError("NaN"),
+    errors.OverloadedError: errors.OverloadedError("full", 2.5),
+    errors.UnavailableError: errors.UnavailableError("loading é", 0.25),
+    errors.DataLossError: errors.DataLossError("went back"),
+    errors.InternalError: errors.InternalError(),
 }
 
 
 class Failing(generation_pb2_grpc.GenerationServiceServicer):
     """Every method fails as the test says."""
 
-    error: Exception = errors.Internal()
+    error: Exception = errors.InternalError()
 
     async def GetModel(self, request: pb.GetModelRequest, context: object) -> pb.GetModelResponse:
         raise self.error
@@ -121,16 +121,16 @@ async def test_the_details_are_google_s(service: Service, kind: type[SpecdecErro
     info = details.pop("ErrorInfo")
     assert (info.reason, info.domain, dict(info.metadata)) == (kind.reason, "specdec", given.metadata)  # type: ignore[attr-defined]
     expected = {
-        errors.InvalidArgument: ["BadRequest"],
-        errors.Overloaded: ["RetryInfo"],
-        errors.Unavailable: ["RetryInfo"],
+        errors.InvalidArgumentError: ["BadRequest"],
+        errors.OverloadedError: ["RetryInfo"],
+        errors.UnavailableError: ["RetryInfo"],
     }
     assert list(details) == expected.get(kind, [])
 
 
 async def test_bad_requests_name_each_field(service: Service) -> None:
     failing, stub, _ = service
-    failing.error = EXAMPLES[errors.InvalidArgument]
+    failing.error = EXAMPLES[errors.InvalidArgumentError]
     bad = details_of(await unary_error(stub))["BadRequest"]
     assert {entry.field: entry.description for entry in bad.field_violations} == {  # type: ignore[attr-defined]
         "sampling.top_p": "is 7",
@@ -140,7 +140,7 @@ async def test_bad_requests_name_each_field(service: Service) -> None:
 
 async def test_retries_say_when(service: Service) -> None:
     failing, stub, _ = service
-    failing.error = EXAMPLES[errors.Overloaded]
+    failing.error = EXAMPLES[errors.OverloadedError]
     retry = details_of(await unary_error(stub))["RetryInfo"]
     assert retry.retry_delay.ToMilliseconds() == 2500  # type: ignore[attr-defined]
 
@@ -151,38 +151,38 @@ async def test_a_bug_of_ours_leaks_nothing(service: Service) -> None:
     for caught in (await unary_error(stub), await stream_error(stub)):
         assert caught.code() is grpc.StatusCode.INTERNAL
         assert "what the user wrote" not in f"{caught.details()}{caught.trailing_metadata()}"
-        assert type(from_rpc_error(caught)) is errors.Internal
+        assert type(from_rpc_error(caught)) is errors.InternalError
 
 
 async def test_before_it_is_ready_a_server_is_unavailable(service: Service) -> None:
     _, stub, server = service
     await server.set_ready(False)
     back = from_rpc_error(await unary_error(stub))
-    assert (type(back), "loading" in back.message) == (errors.Unavailable, True)
+    assert (type(back), "loading" in back.message) == (errors.UnavailableError, True)
 
 
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.Unavailable),
-        (grpc.StatusCode.CANCELLED, errors.Unavailable),
-        (grpc.StatusCode.UNKNOWN, errors.Unavailable),
-        (grpc.StatusCode.UNAVAILABLE, errors.Unavailable),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
-        (grpc.StatusCode.FAILED_PRECONDITION, errors.Mismatch),
-        (grpc.StatusCode.UNIMPLEMENTED, errors.Internal),
-        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidArgument),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.UnavailableError),
+        (grpc.StatusCode.CANCELLED, errors.UnavailableError),
+        (grpc.StatusCode.UNKNOWN, errors.UnavailableError),
+        (grpc.StatusCode.UNAVAILABLE, errors.UnavailableError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.OverloadedError),
+        (grpc.StatusCode.FAILED_PRECONDITION, errors.ModelMismatchError),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.InternalError),
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidArgumentError),
     ],
 )
 def test_what_others_raise_becomes_the_kind_of_its_code(code: grpc.StatusCode, kind: type[SpecdecError]) -> None:
     """A proxy, or grpc itself, sends no details."""
     back = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "said"))
     assert type(back) is kind
-    assert "said" in back.message or kind is errors.Internal
+    assert "said" in back.message or kind is errors.InternalError
 
 
 def test_a_status_has_the_code_in_its_details_too() -> None:
-    status = to_status(errors.NotFound("gone"))
+    status = to_status(errors.NotFoundError("gone"))
     ((_, data),) = status.trailing_metadata
     inside = status_pb2.Status.FromString(data)
     assert (status.code, inside.code, inside.message) == (grpc.StatusCode.NOT_FOUND, 5, "gone")

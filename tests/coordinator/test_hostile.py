@@ -12,14 +12,14 @@ import grpc
 import pytest
 import pytest_asyncio
 import torch
+from specdec.v1.types_pb2 import SamplingParams as Sampling
+from specdec.v1.types_pb2 import SpeculationParams as Speculation
 
 from specdec.channel import open_channel
 from specdec.client import Client, SamplingParams
-from specdec.errors import InvalidArgument, Mismatch, from_rpc_error
+from specdec.errors import InvalidArgumentError, ModelMismatchError, from_rpc_error
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
-from specdec.v1.types_pb2 import SamplingParams as Sampling
-from specdec.v1.types_pb2 import SpeculationParams as Speculation
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import Cluster, cluster, save_tokenizer
 
@@ -106,7 +106,7 @@ async def test_bad_request(name: str, stub: generation_pb2_grpc.GenerationServic
     before = await good_tokens(stub)
     error = await outcome(stub.Generate(bad))
     assert error.code() == INVALID, error
-    assert isinstance(from_rpc_error(error), InvalidArgument)
+    assert isinstance(from_rpc_error(error), InvalidArgumentError)
     assert all(word in (error.details() or "") for word in words), error.details()
     assert await good_tokens(stub) == before
     assert len(before) == 4
@@ -165,7 +165,7 @@ async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.Gene
     error = await outcome(stub.Generate(request(text="x" * (100 << 20))))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     async with Client(served.address) as client:
-        with pytest.raises(InvalidArgument, match="shorten the prompt"):
+        with pytest.raises(InvalidArgumentError, match="shorten the prompt"):
             await client.complete("x" * (100 << 20))
     assert await good_tokens(stub)
 
@@ -202,7 +202,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
     save_tokenizer(target, 300)
     save_tokenizer(draft, 300, prefix="other")
     async with cluster(target, draft, drafters="model") as running, Client(running.address) as client:
-        with pytest.raises(Mismatch, match=r"differ in tokenizer.*num_draft_tokens"):
+        with pytest.raises(ModelMismatchError, match=r"differ in tokenizer.*num_draft_tokens"):
             await client.complete([1, 2], sampling=SamplingParams(max_new_tokens=2))
 
 

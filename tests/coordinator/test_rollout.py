@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.capabilities import ServedModels
 from specdec.client import Client, Completion, SamplingParams, SpeculationParams
-from specdec.errors import Mismatch
+from specdec.errors import ModelMismatchError
 from specdec.types import ModelInfo
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer, serving_coordinator, serving_target
@@ -147,9 +147,9 @@ async def test_a_model_that_is_gone_ends_its_sessions(models: tuple[Path, Path],
             await until(lambda: bool(follower.tokens))
             await workers.start(1, new)
             await workers.stop(0)
-            with pytest.raises(Mismatch, match="model of this session's text"):
+            with pytest.raises(ModelMismatchError, match="model of this session's text"):
                 await follower.task
-            with pytest.raises(Mismatch, match="model of this session's text"):
+            with pytest.raises(ModelMismatchError, match="model of this session's text"):
                 async for _ in other.resume(follower.session_id, len(follower.tokens)):
                     pass
             assert (await other.get_session(follower.session_id)).tokens == tuple(follower.tokens)

@@ -11,7 +11,7 @@ from coordinator.draft_length import Costs, DraftLength
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import run_rounds
 from coordinator.target import Scored
-from specdec.errors import Fenced, Unavailable
+from specdec.errors import FencedError, UnavailableError
 from specdec.exact.values import Proposal
 from specdec.types import FinishReason, SamplingParams
 from tests.support.toys import NoText, ToyDrafter, ToyModel, ToyScorer, markov_logits
@@ -128,8 +128,8 @@ async def test_the_next_round_overlaps_the_commit_and_the_one_after_does_not() -
 @pytest.mark.parametrize("number", [0, 2])
 async def test_a_commit_that_fails_ends_the_loop(number: int) -> None:
     rounds = Rounds()
-    rounds.failing[number] = Fenced("another coordinator has it")
-    with pytest.raises(Fenced):
+    rounds.failing[number] = FencedError("another coordinator has it")
+    with pytest.raises(FencedError):
         await rounds.run()
     assert len(rounds.trace.committed) == number
     assert max(index for kind, index in rounds.trace.events if kind == "commit") == number
@@ -139,8 +139,8 @@ async def test_a_failing_last_commit_is_not_overlooked() -> None:
     whole = Rounds()
     await whole.run()
     rounds = Rounds()
-    rounds.failing[len(whole.trace.committed) - 1] = Unavailable("the store is gone")
-    with pytest.raises(Unavailable):
+    rounds.failing[len(whole.trace.committed) - 1] = UnavailableError("the store is gone")
+    with pytest.raises(UnavailableError):
         await rounds.run()
 
 
@@ -171,25 +171,25 @@ async def test_a_round_that_fails_still_awaits_the_commit() -> None:
     def fail(number: int) -> None:
         if number == 1:
             rounds.gates[0].set()
-            raise Unavailable("no target worker")
+            raise UnavailableError("no target worker")
 
     rounds.scorer.before = fail
-    with pytest.raises(Unavailable, match="no target"):
+    with pytest.raises(UnavailableError, match="no target"):
         await rounds.run()
     assert len(rounds.trace.committed) == 1
 
 
 async def test_a_commit_s_failure_wins_over_the_round_s() -> None:
-    """Fenced or cancelled says more than that a worker also failed."""
+    """FencedError or cancelled says more than that a worker also failed."""
     rounds = Rounds()
-    rounds.failing[0] = Fenced("another coordinator has it")
+    rounds.failing[0] = FencedError("another coordinator has it")
 
     def fail(number: int) -> None:
         if number == 1:
-            raise Unavailable("no target worker")
+            raise UnavailableError("no target worker")
 
     rounds.scorer.before = fail
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         await rounds.run()
 
 

@@ -11,7 +11,7 @@ import pytest
 from coordinator.streams import WorkerSession
 from coordinator.target import TargetWorkers
 from specdec.channel import open_channel
-from specdec.errors import Fenced, Unavailable
+from specdec.errors import FencedError, UnavailableError
 from specdec.exact.values import Proposal
 from specdec.serving.server import Server, serving
 from specdec.serving.settings import TargetSettings
@@ -68,7 +68,7 @@ async def served(servicer: Scripted) -> AsyncIterator[TargetWorkers]:
 
 async def refuse_as_fenced(requests: Any, context: Any) -> None:
     """End the stream before the coordinator has asked anything."""
-    raise Fenced("epoch 4 owns the session")
+    raise FencedError("epoch 4 owns the session")
 
 
 async def end_after_one_answer(requests: Any, context: Any) -> None:
@@ -107,7 +107,7 @@ async def test_a_refusal_at_open_is_told_as_it_is() -> None:
     """grpc.aio loses the status where a write meets the stream's end; asking again brings it."""
     for _ in range(20):
         async with served(Scripted(*[refuse_as_fenced] * 100)) as workers:
-            with pytest.raises(Fenced, match="epoch 4"):
+            with pytest.raises(FencedError, match="epoch 4"):
                 await workers.open(SESSION, 10).score([1, 2], Proposal())
 
 
@@ -146,5 +146,5 @@ async def test_a_worker_that_holds_less_is_sent_more() -> None:
 async def test_patience_ends() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
-        with pytest.raises(Unavailable, match="no target worker has served this round for 0 s; the session"):
+        with pytest.raises(UnavailableError, match="no target worker has served this round for 0 s; the session"):
             await scorer.score([1, 2], Proposal())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import messages
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
 from specdec.exact.values import PositionLogprobs, Proposal, Scores, SparseDistribution, TargetDistribution
 from specdec.serving import session_stream
@@ -184,7 +184,7 @@ BAD_SAMPLING = [
 @pytest.mark.parametrize(("fields", "name", "value", "remedy"), BAD_SAMPLING, ids=lambda each: str(each)[:24])
 def test_bad_sampling_names_field_value_and_remedy(fields: dict[str, Any], name: str, value: str, remedy: str) -> None:
     vocab_size = 2000 if name == "logit_bias" and len(fields[name]) > 1000 else VOCAB_SIZE
-    with pytest.raises(InvalidArgument) as refused:
+    with pytest.raises(InvalidArgumentError) as refused:
         messages.sampling_from_proto(types_pb2.SamplingParams(**fields), vocab_size)
     assert list(refused.value.violations) == [f"sampling.{name}"]
     problem = refused.value.violations[f"sampling.{name}"]
@@ -194,20 +194,20 @@ def test_bad_sampling_names_field_value_and_remedy(fields: dict[str, Any], name:
 
 def test_all_wrong_fields_are_told_at_once() -> None:
     message = types_pb2.SamplingParams(temperature=-1, top_p=2, stop=[""], stop_token_ids=[99])
-    with pytest.raises(InvalidArgument) as refused:
+    with pytest.raises(InvalidArgumentError) as refused:
         messages.sampling_from_proto(message, VOCAB_SIZE)
     assert len(refused.value.violations) == 4
 
 
 def test_too_many_draft_tokens() -> None:
-    with pytest.raises(InvalidArgument, match=r"num_draft_tokens is 33; give 0 \(plain decoding\) to 32"):
+    with pytest.raises(InvalidArgumentError, match=r"num_draft_tokens is 33; give 0 \(plain decoding\) to 32"):
         messages.speculation_from_proto(types_pb2.SpeculationParams(num_draft_tokens=33))
 
 
 def test_tokens_past_the_vocabulary() -> None:
     messages.check_tokens([], 5, "field")
     messages.check_tokens([4], 5, "field")
-    with pytest.raises(InvalidArgument, match="field has token id 5; the vocabulary ends at 4"):
+    with pytest.raises(InvalidArgumentError, match="field has token id 5; the vocabulary ends at 4"):
         messages.check_tokens([0, 5, 1], 5, "field")
 
 
@@ -218,7 +218,7 @@ def test_openings_that_lack_something(change: dict[str, Any]) -> None:
         message.ClearField(field)
         if field == "sampling":
             message.sampling.CopyFrom(value)
-    with pytest.raises(InvalidArgument, match=r"needs a session_id|need the resolved"):
+    with pytest.raises(InvalidArgumentError, match=r"needs a session_id|need the resolved"):
         session_stream.check_open(message, VOCAB_SIZE)
 
 

@@ -26,7 +26,7 @@ from specdec.engine import KvCache, LanguageModel
 from specdec.engine.held import HeldTokens
 from specdec.engine.kv import LayerShape
 from specdec.engine.task import TaskState
-from specdec.errors import Fenced
+from specdec.errors import FencedError
 from specdec.exact import codec
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.sampling import SamplingContext, draw, next_token_distributions, sparse_distributions
@@ -524,7 +524,7 @@ async def test_who_was_fenced_while_it_wrote_goes_on_with_nothing() -> None:
     await hanging.wrote.wait()
     await servicer.Propose(requests(2), reading)
     hanging.reads.set()
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         await old
     assert asked_ahead == [2]
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from specdec.channel import open_channel
 from specdec.engine import EngineLoop, LanguageModel, Task
-from specdec.errors import Fenced, from_rpc_error
+from specdec.errors import FencedError, from_rpc_error
 from specdec.exact import codec
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.values import Proposal, Scores, SparseDistribution
@@ -387,7 +387,7 @@ async def test_a_newer_epoch_fences_the_older_stream(channel, names) -> None:
             await old.fail(message) if message.HasField("score") else await Stream(channel, name, epoch=3).fail(message)
         )
         assert error.code() == grpc.StatusCode.ABORTED
-        assert isinstance(from_rpc_error(error), Fenced)
+        assert isinstance(from_rpc_error(error), FencedError)
     late = await Stream(channel, name, epoch=2).fail(score(start=0, tokens=[1]))
     assert late.code() == grpc.StatusCode.ABORTED
     assert (await new.score(6, [3])).cached_len == 7, "the owner did not notice"
@@ -413,7 +413,7 @@ def test_claims_remember_the_sessions_heard_of_last() -> None:
 
     for name, epoch in (("a", 5), ("b", 5), ("a", 5), ("c", 5)):
         claims.check(session(name, epoch))
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         claims.check(session("a", 4))
     claims.check(session("b", 4))
 
