@@ -81,7 +81,8 @@ class AsyncClient:
             credentials=credentials,
             metadata=metadata,
             channel=channel,
-            policy=RetryPolicy(max_retries, checked_timeout_s(connect_timeout_s, "connect_timeout_s")),
+            policy=RetryPolicy(max_failures=None if max_retries is None else max_retries + 1),
+            connect_timeout_s=checked_timeout_s(connect_timeout_s, "connect_timeout_s"),
         )
 
     async def __aenter__(self) -> Self:

@@ -44,6 +44,7 @@ class Connection:
         metadata: Metadata,
         channel: grpc.aio.Channel | None,
         policy: RetryPolicy,
+        connect_timeout_s: float,
     ) -> None:
         self.address = address
         self._credentials = credentials
@@ -51,6 +52,7 @@ class Connection:
         self._metadata = tuple((key.lower(), value) for key, value in pairs)
         self._given_channel = self._channel = channel
         self._policy = policy
+        self._connect_timeout_s = connect_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_connected = False  # a specdec server has answered
         self._is_closed = False
@@ -76,7 +78,7 @@ class Connection:
         self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float
     ) -> AsyncGenerator[Chunk, None]:
         """Yield chunks to the session's end, resuming from where a stream breaks. Raises SpecdecError."""
-        attempts = Attempts(self._policy, timeout_s)
+        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
         while not seen.finished:
             failure = None  # a server that ends a stream early and without an error is being replaced
             call = self._call(request, seen, attempts.left_s)
@@ -104,7 +106,7 @@ class Connection:
         timeout_s: float,
     ) -> ResponseT:
         """Make a call that answers once; all of them can be repeated. Raises SpecdecError."""
-        attempts = Attempts(self._policy, timeout_s)
+        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
         while True:
             call = method(self._stub())
             try:
