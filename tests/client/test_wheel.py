@@ -107,7 +107,7 @@ class Installation:
     async def run(self, *words: str, **variables: str) -> str:
         """Run its interpreter, isolated from this environment; return what it prints."""
         process = await asyncio.create_subprocess_exec(
-            *(self.python, "-I", *words),
+            *(str(self.python), "-I", *words),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={"PATH": os.defpath, **variables},
