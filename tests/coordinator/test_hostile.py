@@ -203,7 +203,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
     save_tokenizer(draft, 300, prefix="other")
     async with cluster(target, draft, drafters="model") as running, AsyncClient(running.address) as client:
         with pytest.raises(ModelMismatchError, match=r"differ in tokenizer.*num_draft_tokens"):
-            await client.complete([1, 2], sampling=SamplingParams(max_new_tokens=2))
+            await client.complete(prompt_token_ids=[1, 2], sampling=SamplingParams(max_new_tokens=2))
 
 
 @pytest.mark.parametrize(
