@@ -43,6 +43,7 @@ from tests.support.toys import (
     ObservingDrafter,
     Play,
     RepeatingDrafter,
+    StemDrafter,
     ToyDrafter,
     ToyModel,
     ToyScorer,
@@ -81,7 +82,8 @@ class Case:
         return draft, ToyModel(markov_logits(SEED_OF_TARGET), self.sampling, prompt=self.prompt)
 
 
-TREE = Case(6, drafter=TreeDrafter, num_generations=2_000, num_tokens=8)  # room for six draft tokens in a first round
+TREE = Case(6, drafter=TreeDrafter, num_tokens=7)  # room for six draft tokens in a first round
+FEWER_TREES = replace(TREE, num_generations=1_500)
 PENALTIES = SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.6)
 CASES = {
     "K = 3": Case(num_generations=20_000),
@@ -102,10 +104,10 @@ CASES = {
     "block, top_p": Case(sampling=SamplingParams(top_p=0.8), rule=BlockRule()),
     "block, n-gram": Case(drafter=RepeatingDrafter, rule=BlockRule()),
     "trees": TREE,
-    "trees, block": replace(TREE, rule=BlockRule()),
-    "trees, penalties": replace(TREE, sampling=PENALTIES, prompt=(0,)),
-    "trees, top_p, supports of three": replace(TREE, sampling=SamplingParams(top_p=0.9), support_max=3),
-    "trees, automatic K": replace(TREE, num_draft_tokens=None),
+    "trees with a stem, block": replace(FEWER_TREES, drafter=StemDrafter, rule=BlockRule()),
+    "trees, penalties": replace(FEWER_TREES, sampling=PENALTIES, prompt=(0,)),
+    "trees, top_p, supports of three": replace(FEWER_TREES, sampling=SamplingParams(top_p=0.9), support_max=3),
+    "trees, automatic K": replace(FEWER_TREES, num_draft_tokens=None),
     "observations": Case(2, drafter=ObservingDrafter, scorer=ObservedScorer, num_tokens=6),
     "lost observations": Case(2, drafter=LosingDrafter, scorer=ObservedScorer, num_tokens=6),
 }
@@ -253,10 +255,16 @@ def tree_survival(case: Case, widths: list[int]) -> list[float]:
     return [one, two]
 
 
-@pytest.mark.parametrize("name", ["trees", "trees, block", "trees, top_p, supports of three"])
+@pytest.mark.parametrize("name", ["trees", "trees, top_p, supports of three"])
 def test_acceptance_of_trees_is_analytic(name: str) -> None:
     """Six tokens are three at the root, two after the first of them, and one after the second."""
     assert_accepted(name, tree_survival(CASES[name], [3, 2, 1, 0]))
+
+
+def test_acceptance_of_a_stem_is_the_blocks() -> None:
+    """The chain that a tree begins with is tested as a block: its length is two."""
+    name = "trees with a stem, block"
+    assert_accepted(name, survival(replace(CASES[name], num_draft_tokens=2)))
 
 
 def test_trees_accept_more_than_one_draft() -> None:

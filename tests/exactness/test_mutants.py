@@ -161,7 +161,7 @@ class Loop:
         return agreement(texts, joint_distribution(distribution_after, self.num_judged))
 
 
-TREES = Loop(TreeDrafter, num_draft_tokens=6, num_tokens=8)  # room for six draft tokens in a first round
+TREES = Loop(TreeDrafter, num_draft_tokens=6, num_tokens=7)  # room for six draft tokens in a first round
 LOOPS = {
     "argmax drafts": Loop(loop_mutants.ArgmaxDrafter),
     "discarding drafter": Loop(loop_mutants.DiscardingDrafter),

@@ -175,6 +175,13 @@ class TreeDrafter(ToyDrafter):
 
 
 @dataclass(slots=True)
+class StemDrafter(TreeDrafter):
+    """Drafts a chain of two that then branches."""
+
+    branching: tuple[int, ...] = (1, 1, 2, 1)
+
+
+@dataclass(slots=True)
 class ObservingDrafter(ToyDrafter):
     """Drafts with observations: half the mass goes to the token that the target last found most probable there."""
 
