@@ -1,4 +1,4 @@
-"""Distributions of models and of samples, in floats; tests/support/enumeration.py has the exact ones.
+"""Distributions of models and of samples, in floats; enumeration.py has the exact ones.
 
 Nothing here calls the production sampling code: a distribution that is to judge it must come from elsewhere.
 """
@@ -29,8 +29,8 @@ def reference_distribution(
     scores = [score + sampling.logit_bias.get(token, 0.0) for token, score in enumerate(scores)]
     scores = [penalised(score, token, sampling, prompt, completion) for token, score in enumerate(scores)]
     if sampling.temperature == 0:
-        one_hot: Floats = np.eye(len(scores))[scores.index(max(scores))]
-        return one_hot
+        greedy: Floats = np.eye(len(scores))[scores.index(max(scores))]
+        return greedy
     weights = np.exp((np.array(scores) - max(scores)) / sampling.temperature)
     kept = np.where(survivors(weights / weights.sum(), sampling), weights, 0.0)
     distribution: Floats = kept / kept.sum()

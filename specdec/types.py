@@ -101,10 +101,10 @@ SAMPLING_PARAMETERS: Mapping[str, Parameter] = {
 
 
 class AcceptanceRuleName(Enum):
-    """The rule that accepts draft tokens; the values are those of specdec.v1.AcceptanceRuleName."""
+    """The rules that accept draft tokens; the values are those of specdec.v1.AcceptanceRule."""
 
-    TOKEN = 1
-    BLOCK = 2
+    TOKEN = 1  # each draft token is tested by itself (Leviathan et al. 2023)
+    BLOCK = 2  # the draft is tested as a block (Sun et al. 2024)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     eos_token_ids: tuple[int, ...] = ()
-    fingerprint: str = ""
+    fingerprint: str = ""  # of everything that the output depends on
     num_layers: int = 0
     hidden_size: int = 0
 

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from specdec.engine import ForwardOutput, Task
+from specdec.engine import Task
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw_dense, drop_padding, is_finite, next_token_distributions
@@ -109,11 +109,11 @@ class Scorer:
         """Return the engine's task for one round; `match` keeps all cached tokens that are the same."""
         return ScoreTask(session, given, Watch(request, self._observation_window if request else 0), match)
 
-    def __call__(self, tasks: Sequence[ScoreTask], output: ForwardOutput) -> None:
+    def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
         """End each task with its scores, or with NonFiniteLogitsError, from logits [sum of num_rows, V]."""
         METRICS.observe_batch(len(tasks))
-        logits = drop_padding(output.logits, self._vocab_size)
-        rows_of = list(logits.split([task.num_rows for task in tasks]))
+        logits = drop_padding(logits, self._vocab_size)
+        rows_of = list(torch.split(logits, [task.num_rows for task in tasks]))
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
         contexts = [context for task in tasks for context in task.contexts()]
         distributions = next_token_distributions(scored, contexts, self._vocab_size)

@@ -17,7 +17,6 @@ from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
 from draft_service.metrics import METRICS, count_ahead
 from draft_service.model.tasks import NOTHING, GuessTask, ProposeTask
 from specdec.engine import CacheMiss, EngineError, EngineLoop, Timings
-from specdec.engine.held import HeldTokens
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.values import Proposal, Timing
 from specdec.serving.model_worker import run_task
@@ -49,7 +48,6 @@ class ModelDrafter:
     def __init__(self, engine: EngineLoop[Any], model: ModelInfo, drafts_ahead: bool) -> None:
         self.model = model
         self._engine = engine
-        self._held = HeldTokens()
         self._drafts_ahead = drafts_ahead
         self._ahead: dict[str, tuple[Session, asyncio.Task[Ahead | None]]] = {}  # by session id; the stream's Session
         self._num_asking = 0
@@ -64,7 +62,7 @@ class ModelDrafter:
             if request.num_draft_tokens and len(begun) == request.num_draft_tokens:
                 proposal, timings = begun, Timings(total_s=time.perf_counter() - began_s)
             else:
-                task = ProposeTask(session, request, self._held, match, begun)
+                task = ProposeTask(session, request, match, begun)
                 proposal, timings = await run_task(self._engine, task), task.timings
         except CacheMiss as miss:
             return DraftResult(NOTHING, miss.cached_len)
@@ -103,13 +101,13 @@ class ModelDrafter:
         if self._is_asked():
             return None
         with suppress(EngineError, NonFiniteLogitsError):
-            guessing = GuessTask(session, replace(request, num_draft_tokens=1), self._held, match=False)
+            guessing = GuessTask(session, replace(request, num_draft_tokens=1), match=False)
             guess: Proposal = await self._engine.run(guessing)
             request = self._within_context(
                 DraftRequest(request.start, [*request.tokens, *guess.tokens], request.num_draft_tokens)
             )
             if request.num_draft_tokens and not self._is_asked():
-                task = ProposeTask(session, request, self._held, match=False, interrupted=self._is_asked)
+                task = ProposeTask(session, request, match=False, interrupted=self._is_asked)
                 return Ahead(session, request, await self._engine.run(task))
         return None
 

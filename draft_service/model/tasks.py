@@ -7,7 +7,6 @@ import torch
 from draft_service.drafter import DraftRequest
 from draft_service.metrics import METRICS
 from specdec.engine import Task
-from specdec.engine.held import HeldTokens
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draft_distributions, draw
@@ -28,27 +27,30 @@ class ProposeTask(Task[Proposal]):
         self,
         session: Session,
         request: DraftRequest,
-        held: HeldTokens,
         match: bool,
         begun: Proposal = NOTHING,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        super().__init__(session.session_id, request.start, list(request.tokens), min(1, request.num_draft_tokens))
+        super().__init__(
+            session.session_id,
+            request.start,
+            [*request.tokens, *begun.tokens],
+            min(1, request.num_draft_tokens),
+            num_committed=request.committed_length,
+            match=match or bool(begun.tokens),
+        )
         self.session = session
         self.request = request
         self.uniforms = uniforms(session.seed, request.committed_length, request.num_draft_tokens, Purpose.DRAFT)
         self.drawn: list[int] = []
         self.distributions: list[SparseDistribution] = []
-        self._held = held
-        self._match = match
         self._begun = begun
         self._interrupted = interrupted
 
     def prepare(self) -> None:
         """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""
         self.drawn, self.distributions = list(self._begun.tokens), list(self._begun.distributions)
-        tokens, match = [*self.request.tokens, *self.drawn], self._match or bool(self.drawn)
-        self.tokens = self._held.resume(self.sequence, self.start, tokens, self.num_rows, match)
+        super().prepare()
         if not self.tokens:
             self.finish(NOTHING)
 
@@ -57,7 +59,7 @@ class ProposeTask(Task[Proposal]):
         sampling = self.session.sampling
         if not sampling.has_penalties:
             return SamplingContext(sampling)
-        text, num_prompt = self._held.of(self.sequence), self.session.num_prompt_tokens
+        text, num_prompt = self.sequence.tokens, self.session.num_prompt_tokens
         return SamplingContext(sampling, text[:num_prompt], text[num_prompt:])
 
     def draw_from(self, distribution: SparseDistribution) -> None:
@@ -68,8 +70,7 @@ class ProposeTask(Task[Proposal]):
         if len(self.drawn) == self.request.num_draft_tokens or self._interrupted():
             self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
             return
-        self._held.of(self.sequence).append(token)
-        self.tokens, self.num_rows = [token], 1
+        self.proceed([token])
 
 
 class GuessTask(ProposeTask):

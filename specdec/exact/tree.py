@@ -7,6 +7,9 @@ Siblings are in the order in which they were drawn. A chain is the tree in which
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 def chain_parents(num_tokens: int) -> tuple[int, ...]:
     """Return the parents of a chain."""
@@ -43,19 +46,37 @@ def path_to(position: int, parents: Sequence[int]) -> list[int]:
     return path[::-1]
 
 
-def matching_path(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> list[int]:
-    """Return the tokens, as indices, of the longest path from the root that `text` begins with.
+def chain_length(parents: Sequence[int]) -> int:
+    """Return how many tokens at the beginning form a chain."""
+    return next((token for token, parent in enumerate(parents) if parent != token), len(parents))
 
-    Of equal siblings the first one is taken: they have the same prefix, so the same state.
+
+def ancestor_matrix(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """Return [N, N], true where the column's token is the row's token or one of its ancestors."""
+    matrix = np.eye(len(parents), dtype=np.bool_)
+    for token, parent in enumerate(parents):
+        if parent:
+            matrix[token] |= matrix[parent - 1]
+    return matrix
+
+
+def longest_path(parents: Sequence[int], tree_tokens: Sequence[int], position: int, tokens: Sequence[int]) -> list[int]:
+    """Return the longest path down from `position` that spells a prefix of `tokens`, as indices.
+
+    Siblings may hold the same token: the longest path is found whichever of them it passes.
     """
-    children, path, position = children_of(parents), [], 0
-    for wanted in text:
-        match = next((child for child in children[position] if tokens[child] == wanted), None)
-        if match is None:
-            break
-        path.append(match)
-        position = match + 1
-    return path
+    matched = {position: 0}  # tokens spelled on the way to each position that was reached
+    deepest = position
+    for after, (parent, token) in enumerate(zip(parents, tree_tokens, strict=True), start=1):
+        depth = matched.get(parent)
+        if depth is not None and depth < len(tokens) and tokens[depth] == token:
+            matched[after] = depth + 1
+            deepest = after if depth + 1 > matched[deepest] else deepest
+    path = []
+    while deepest != position:
+        path.append(deepest - 1)
+        deepest = parents[deepest - 1]
+    return path[::-1]
 
 
 def union(supports: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
+from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task, load_language_model
 from specdec.errors import InternalError, UnavailableError
 from specdec.serving.server import Server
 from specdec.serving.settings import ModelSettings
@@ -35,7 +35,7 @@ async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel,
 
 
 def _load(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
-    model = LanguageModel.load(
+    model = load_language_model(
         name, device=settings.device, dtype=settings.dtype, kv_cache_bytes=settings.kv_cache_bytes
     )
     return model, describe(model, tokenizer_folder(name))
@@ -55,6 +55,8 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         eos_token_ids=eos_token_ids(folder),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
     )
 
 

@@ -1,4 +1,4 @@
-"""Public values to protobuf and back; a client's wrong field is refused in words."""
+"""Public values to protobuf and back; a wrong field is named with its value and the remedy."""
 
 import math
 from typing import Any
@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from specdec import messages
 from specdec.errors import InvalidArgumentError
-from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import (
+    MAX_DRAFT_TOKENS,
+    MAX_LOGPROBS,
+    AcceptanceRuleName,
+    ModelInfo,
+    SamplingParams,
+    SpeculationParams,
+)
 from specdec.v1 import types_pb2
 
 VOCAB_SIZE = 50
@@ -32,7 +39,7 @@ SAMPLING = st.builds(
     frequency_penalty=float32(-100, 100),
     seed=st.none() | st.integers(0, 2**64 - 1),
     max_new_tokens=st.none() | st.integers(1, 2**32 - 1),
-    num_logprobs=st.none() | st.integers(0, messages.MAX_LOGPROBS),
+    num_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
     logit_bias=st.dictionaries(st.integers(0, VOCAB_SIZE - 1), float32(-100, 100), max_size=4),
     stop=st.lists(st.text(min_size=1, max_size=5), max_size=4).map(tuple),
     stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4).map(tuple),
@@ -55,9 +62,9 @@ def test_unset_sampling_is_neutral() -> None:
 @pytest.mark.parametrize("count", [None, 0, 1, MAX_DRAFT_TOKENS])
 @pytest.mark.parametrize("rule", [None, *AcceptanceRuleName])
 def test_speculation_comes_back(count: int | None, rule: AcceptanceRuleName | None) -> None:
-    params = SpeculationParams(count, "ngram", rule)
+    params = SpeculationParams(num_draft_tokens=count, drafter="ngram", acceptance_rule=rule)
     assert messages.speculation_from_proto(messages.speculation_to_proto(params)) == params
-    assert messages.speculation_from_proto(types_pb2.SpeculationParams()) == SpeculationParams(None, None, None)
+    assert messages.speculation_from_proto(types_pb2.SpeculationParams()) == SpeculationParams()
 
 
 def test_unknown_acceptance_rules_are_refused() -> None:
@@ -85,21 +92,21 @@ BAD_SAMPLING = [
     ({"presence_penalty": -101.0}, "presence_penalty", "-101", "[-100, 100]"),
     ({"frequency_penalty": math.inf}, "frequency_penalty", "inf", "[-100, 100]"),
     ({"max_new_tokens": 0}, "max_new_tokens", "0", "at least 1"),
-    ({"num_logprobs": 21}, "num_logprobs", "21", "the most is 20"),
-    ({"stop": ["x"] * 17}, "stop", "17", "the most is 16"),
+    ({"num_logprobs": 21}, "num_logprobs", "21", "from 0 to 20"),
+    ({"stop": ["x"] * 17}, "stop", "17", "the maximum is 16"),
     ({"stop": ["ok", ""]}, "stop", "0 characters", "1 to 256"),
     ({"stop": ["x" * 257]}, "stop", "257 characters", "1 to 256"),
-    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "257", "the most is 256"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "257", "the maximum is 256"),
     ({"stop_token_ids": [1, 50]}, "stop_token_ids", "50", "ends at 49"),
     ({"logit_bias": {50: 1.0}}, "logit_bias", "50", "ends at 49"),
     ({"logit_bias": {7: 100.5}}, "logit_bias", "100.5 for token 7", "[-100, 100]"),
     ({"logit_bias": {7: math.nan}}, "logit_bias", "nan for token 7", "[-100, 100]"),
-    ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias", "1025", "the most is 1024"),
+    ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias", "1025", "the maximum is 1024"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "name", "value", "remedy"), BAD_SAMPLING, ids=lambda each: str(each)[:24])
-def test_bad_sampling_names_field_value_and_remedy(fields: dict[str, Any], name: str, value: str, remedy: str) -> None:
+def test_bad_sampling_names_the_field(fields: dict[str, Any], name: str, value: str, remedy: str) -> None:
     vocab_size = 2000 if name == "logit_bias" and len(fields[name]) > 1000 else VOCAB_SIZE
     with pytest.raises(InvalidArgumentError) as refused:
         messages.sampling_from_proto(types_pb2.SamplingParams(**fields), vocab_size)

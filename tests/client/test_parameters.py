@@ -8,7 +8,6 @@ import pytest
 
 from specdec import ModelInfo, SamplingParams, SpeculationParams, Statistics
 from specdec.arguments import add_sampling_flags, sampling_of
-from specdec.messages import model_from_proto, model_to_proto, speculation_from_proto, speculation_to_proto
 from specdec.parameters import nearest
 from specdec.types import SAMPLING_PARAMETERS, AcceptanceRuleName, FinishReason, SamplingKeywords, TokenOrigin
 from specdec.v1 import generation_pb2, types_pb2
@@ -64,17 +63,6 @@ def test_every_parameter_is_a_flag() -> None:
     words = ["--logit-bias", "1=2", "--logit-bias", "3=-4", "--stop", "a", "--stop", "b", "--stop-token-id", "5"]
     given = SamplingParams(logit_bias={1: 2.0, 3: -4.0}, stop=("a", "b"), stop_token_ids=(5,))
     assert sampling_of(parser.parse_args(words)) == given
-
-
-@pytest.mark.parametrize("rule", [None, *AcceptanceRuleName])
-def test_acceptance_rule_comes_back(rule: AcceptanceRuleName | None) -> None:
-    params = SpeculationParams(acceptance_rule=rule)
-    assert speculation_from_proto(speculation_to_proto(params)) == params
-
-
-def test_model_comes_back() -> None:
-    info = ModelInfo("m", "t", 5, 6, "float32", "cpu", (1, 2), "f", 3, 4)
-    assert model_from_proto(model_to_proto(info)) == info
 
 
 def test_nearest_name() -> None:

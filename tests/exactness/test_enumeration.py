@@ -151,7 +151,7 @@ class WrongThresholds(TokenRule):
     def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
         """Return thresholds that are too low."""
         right = TokenRule.thresholds(self, proposal, scores)
-        return Thresholds([float(value) * float(self.factor) for value in right.accept], right.close)
+        return Thresholds([value * float(self.factor) for value in map(float, right.accept)], right.close)
 
 
 def test_wrong_thresholds_are_noticed() -> None:
