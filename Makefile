@@ -78,6 +78,9 @@ demo: setup ## Three services, two models, one text, and how much faster it came
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness
+	# the proofs in fractions, on twenty times as many random examples as `make test`
+	EXACTNESS_SWEEP=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	  tests/exactness/test_enumeration.py tests/exactness/test_block_rule.py tests/exactness/test_trees.py
 
 bench: setup ## Measure speed over draft lengths and loads
 	$(BIN)/python -m benchmarks.bench

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from coordinator.acceptance import BlockRule, Thresholds, TokenRule
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
 from tests.support.enumeration import (
+    Distribution,
     Enumeration,
     History,
     Pair,
@@ -150,7 +151,7 @@ class WrongThresholds(TokenRule):
     def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
         """Return thresholds that are too low."""
         right = TokenRule.thresholds(self, proposal, scores)
-        return Thresholds([float(value) * float(self.factor) for value in right.accept], right.close)
+        return Thresholds([value * float(self.factor) for value in map(float, right.accept)], right.close)
 
 
 def test_wrong_thresholds_are_noticed() -> None:
@@ -167,5 +168,6 @@ def test_inclusive_acceptance_is_noticed() -> None:
 
 def test_total_variation_is_half_the_differences() -> None:
     """Of distributions that do not share all texts."""
-    one, other = {(0,): Fraction(1, 2), (1,): Fraction(1, 2)}, {(0,): Fraction(3, 4), (2,): Fraction(1, 4)}
+    one: Distribution = {(0,): Fraction(1, 2), (1,): Fraction(1, 2)}
+    other: Distribution = {(0,): Fraction(3, 4), (2,): Fraction(1, 4)}
     assert total_variation(one, other) == Fraction(1, 2)

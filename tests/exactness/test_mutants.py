@@ -1,7 +1,7 @@
 """Each planted mistake is rejected by the check that is there for it; the production code passes that same check."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from types import ModuleType
 
@@ -161,6 +161,7 @@ class Loop:
         return agreement(texts, joint_distribution(distribution_after, self.num_judged))
 
 
+TREES = Loop(TreeDrafter, num_draft_tokens=6, num_tokens=7)  # room for six draft tokens in a first round
 LOOPS = {
     "argmax drafts": Loop(loop_mutants.ArgmaxDrafter),
     "discarding drafter": Loop(loop_mutants.DiscardingDrafter),
@@ -172,18 +173,16 @@ LOOPS = {
     "one uniform for all tests": Loop(rule=loop_mutants.ShareOneUniform()),
     "block: accepts as long as tests pass": Loop(rule=block_mutants.StopAtFailure()),
     "block: product without limit": Loop(rule=block_mutants.UnclippedProduct()),
-    "tree: siblings sorted after drawing": Loop(loop_mutants.SortingDrafter, num_draft_tokens=6),
-    "tree: siblings tested against the target": Loop(
-        TreeDrafter, rule=tree_mutants.TestAgainstTarget(), num_draft_tokens=6
-    ),
-    "tree: bonus of the last position": Loop(TreeDrafter, rule=tree_mutants.BonusOfLastPosition(), num_draft_tokens=6),
-    "tree: read as a chain": Loop(TreeDrafter, loop_mutants.ChainScorer, num_draft_tokens=6),
+    "tree: siblings sorted after drawing": Loop(loop_mutants.SortingDrafter),
+    "tree: siblings tested against the target": replace(TREES, rule=tree_mutants.TestAgainstTarget()),
+    "tree: bonus of the last position": replace(TREES, rule=tree_mutants.BonusOfLastPosition()),
+    "tree: read as a chain": replace(TREES, scorer=loop_mutants.ChainScorer),
 }
 SOUND = {
     "supports of five": Loop(),
     "supports of three": Loop(support_max=3),
     "block rule": Loop(rule=BlockRule()),
-    "trees": Loop(TreeDrafter, num_draft_tokens=6),
+    "trees": TREES,
 }
 
 

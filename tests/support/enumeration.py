@@ -134,7 +134,7 @@ class Use(NamedTuple):
     """A place where a rule reads a uniform."""
 
     purpose: Purpose
-    index: int
+    number: int  # of the token
 
 
 CLOSE = Use(Purpose.CLOSE, 0)

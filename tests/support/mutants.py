@@ -311,7 +311,7 @@ class AcceptSharesDraft(Mutant):
 
     def domain(self, proposal: Proposal, key: Use) -> Stretch:
         """Return the uniforms that draw the token."""
-        return (ZERO, ONE) if key == CLOSE else drawing_stretch(proposal, key.index)
+        return (ZERO, ONE) if key == CLOSE else drawing_stretch(proposal, key.number)
 
 
 @dataclass(frozen=True)

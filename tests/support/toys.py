@@ -175,11 +175,17 @@ class TreeDrafter(ToyDrafter):
 
 
 @dataclass(slots=True)
+class StemDrafter(TreeDrafter):
+    """Drafts a chain of two that then branches."""
+
+    branching: tuple[int, ...] = (1, 1, 2, 1)
+
+
+@dataclass(slots=True)
 class ObservingDrafter(ToyDrafter):
     """Drafts with observations: half the mass goes to the token that the target last found most probable there."""
 
     observed: dict[int, int] = field(default_factory=dict)  # a token, and the target's most probable token after it
-    loses: Callable[[int], bool] = lambda start: False  # whether observations from this index on get lost
     text: list[int] = field(default_factory=list)
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
@@ -188,9 +194,7 @@ class ObservingDrafter(ToyDrafter):
         return await ToyDrafter.propose(self, committed, num_draft_tokens)
 
     def observe(self, observations: Observations) -> None:
-        """Learn from observations, unless they get lost."""
-        if self.loses(observations.start):
-            return
+        """Learn from observations."""
         observed = self.text[observations.start : observations.end]
         assert len(observed) == len(observations), "observations past the committed tokens"
         for token, top in zip(observed, observations.top_tokens, strict=True):
@@ -201,10 +205,23 @@ class ObservingDrafter(ToyDrafter):
         distribution = self.model.sparse(history)
         if history[-1] not in self.observed:
             return distribution
-        probs = dict(zip(distribution.token_ids, np.float32(distribution.probs) / np.float32(2), strict=True))
+        probs = dict(
+            zip(distribution.token_ids, np.asarray(distribution.probs, np.float32) / np.float32(2), strict=True)
+        )
         top = self.observed[history[-1]]
         probs[top] = probs.get(top, np.float32(0)) + np.float32(0.5)
         return SparseDistribution(tuple(probs), tuple(map(float, probs.values())))
+
+
+@dataclass(slots=True)
+class LosingDrafter(ObservingDrafter):
+    """Loses most observations on the way to its worker, which forgets what it learned now and then."""
+
+    def observe(self, observations: Observations) -> None:
+        """Learn from every third observation."""
+        if observations.start % 3 == 0:
+            self.observed.clear()
+            ObservingDrafter.observe(self, observations)
 
 
 # ---- the target
