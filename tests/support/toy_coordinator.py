@@ -8,15 +8,16 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from coordinator.draft import OfferedDrafter
 from coordinator.generation import Chunk, chain
 from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
+from coordinator.rounds import Scored
 from coordinator.running import Ending
 from coordinator.service import Coordinator, Workers
 from coordinator.sessions import SessionStore
 from coordinator.streams import WorkerSession
-from coordinator.target import Scored
 from specdec import messages
 from specdec.exact.values import Proposal
 from specdec.types import ModelInfo, SamplingParams
@@ -38,7 +39,7 @@ class Drafter(ToyDrafter):
     async def close(self) -> None:
         self.num_closed += 1
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         self.num_abandoned += 1
 
 
@@ -55,7 +56,7 @@ class Scorer(ToyScorer):
     async def close(self) -> None:
         self.num_closed += 1
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         self.num_abandoned += 1
 
 
@@ -106,8 +107,8 @@ class ToyCapabilities:
     def ask_soon(self) -> None:
         """Nothing changes."""
 
-    def drafter(self, name: str | None) -> tuple[str, ModelInfo | None]:
-        return "toy", self.target
+    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
+        return "toy", OfferedDrafter(self.target)
 
 
 class ToyCoordinator(Coordinator):
