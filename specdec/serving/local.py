@@ -11,7 +11,7 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -226,6 +226,9 @@ def _check_store(store: str) -> None:
 
 # ---- running
 
+WorkerCommands = Callable[[Options, int], list[Command]]
+"""Gives the workers to start on a machine of so many cores, targets first."""
+
 
 class Stack:
     """The services. Entering returns once a generation succeeded; leaving, however that happens, ends all of them.
@@ -233,8 +236,9 @@ class Stack:
     `death` becomes the first child that ended by itself. Raises CannotRun.
     """
 
-    def __init__(self, options: Options, on_line: OnLine) -> None:
+    def __init__(self, options: Options, on_line: OnLine, commands: WorkerCommands) -> None:
         self.options = options
+        self._commands = commands
         self.children: list[Child] = []
         self.death: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self.port = options.port
@@ -277,10 +281,10 @@ class Stack:
             child.kill()
 
     async def _start(self) -> None:
-        commands = worker_commands(self.options, len(os.sched_getaffinity(0)))
+        commands = self._commands(self.options, len(os.sched_getaffinity(0)))
         workers = [await self._launch(command) for command in commands]
         ports = [await child.port for child in workers]
-        services = ["Target" if command.module == "target_service" else "Draft" for command in commands]
+        services = ["Target" if command.name.startswith("target") else "Draft" for command in commands]
         await asyncio.gather(*map(_serving, ports, services))
         by_kind = {kind: [port for port, own in zip(ports, services, strict=True) if own == kind] for kind in services}
         command = coordinator_command(self.options, by_kind["Target"], by_kind.get("Draft", []))
@@ -320,9 +324,9 @@ class Stack:
             await asyncio.gather(task, return_exceptions=True)
 
 
-def running(options: Options, on_line: OnLine) -> Stack:
+def running(options: Options, on_line: OnLine, commands: WorkerCommands = worker_commands) -> Stack:
     """Return the services, to be entered; `on_line(name, entry)` gets each line that one of them logs."""
-    return Stack(options, on_line)
+    return Stack(options, on_line, commands)
 
 
 async def _serving(port: int, service: str) -> None:
