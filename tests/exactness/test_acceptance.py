@@ -161,7 +161,7 @@ def test_only_what_was_tested_matters(played: Played) -> None:
 @properties
 @given(rounds(st.just(())))
 def test_a_recovered_token_has_a_residual(played: Played) -> None:
-    """Of a chain: where the residual has weight, the target's probability exceeds the draft's at the recovered token."""
+    """Of a chain: where the residual has weight, p exceeds q at the recovered token."""
     proposal, scores, uniforms = played
     verdict = TokenRule().accept(proposal, scores, uniforms)
     last = positions_of(verdict.path)[-1]
