@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator.rounds import Drafted
-from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
+from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
@@ -45,7 +45,8 @@ class DraftWorkers:
     async def describe(self) -> Mapping[str, OfferedDrafter]:
         """Return the drafters on offer, the default first. Raises UnavailableError while no worker answers."""
         request = draft_pb2.GetDraftRequest()
-        reply = await answered(self._stub.GetDraft(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
+        metadata = routing_metadata("describe", 0)
+        reply = await answered(self._stub.GetDraft(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
         return {drafter.name: _offered(drafter) for drafter in reply.drafters}
 
     def open(

@@ -74,6 +74,7 @@ class Generation:
     emitted: list[OutputToken] = field(default_factory=list)
     finish: FinishReason | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    prompt_digest: bytes = b""  # the hash chain over the prompt; empty: computed here
     committed: list[int] = field(init=False)  # prompt and completion
     text: str = field(init=False, default="")
     _stop: StopText = field(init=False)
@@ -86,7 +87,7 @@ class Generation:
         self.emitted, self.finish = [], None
         self.committed = list(self.prompt)
         self._stop = StopText(self.sampling.stop)
-        self._digests = [chain(b"", self.prompt)]
+        self._digests = [self.prompt_digest or chain(b"", self.prompt)]
         for entry in replayed:
             self._append(entry)
         if finish:

@@ -17,7 +17,7 @@ class CoordinatorSettings(ServiceSettings):
     max_sessions: int = Field(1024, ge=1, description="most sessions generated at once; more: RESOURCE_EXHAUSTED")
     max_new_tokens: int = Field(4096, ge=1, description="most tokens a request may generate; also the default")
     max_draft_tokens: int = Field(
-        8, ge=0, le=MAX_DRAFT_TOKENS, description="most draft tokens a round where the request leaves it automatic"
+        8, ge=0, le=MAX_DRAFT_TOKENS, description="maximum draft tokens a round, automatic or asked for"
     )
     draft_timeout_s: float = Field(2.0, gt=0, description="a draft worker that takes longer is done without")
     score_timeout_s: float = Field(60.0, gt=0, description="a target worker that takes longer is tried again")

@@ -9,11 +9,12 @@
 """
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Self, Unpack
 
 import grpc
 
+from specdec.channel import open_channel
 from specdec.completion import (
     Completion,
     ServedModel,
@@ -53,9 +54,9 @@ class AsyncClient:
 
     `address`: host:port, or any name that gRPC resolves. `credentials`: for TLS; None: plain text. `metadata`: sent
     with each call, as {"authorization": "Bearer ..."}. `channel`: used instead of one to `address`, and left open by
-    `close`. `timeout_s`: the deadline of each call, its retries included, unless the call has its own.
-    `max_retries`: attempts in a row that may bring nothing; None: as many as fit before the deadline.
-    `connect_timeout_s`: how long an address is tried on which no specdec server has answered yet.
+    `close`; or a function that opens one, which `close` closes. `timeout_s`: the deadline of each call, its retries
+    included, unless the call has its own. `max_retries`: attempts in a row that may bring nothing; None: as many as
+    fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has answered yet.
 
     A wrong argument raises InvalidArgumentError, an unknown keyword TypeError, at once and without a call to the
     service. Calls raise the subclasses of SpecdecError; RuntimeError once the client is closed.
@@ -67,7 +68,7 @@ class AsyncClient:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
-        channel: grpc.aio.Channel | None = None,
+        channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int | None = None,
         connect_timeout_s: float = 20.0,
@@ -78,10 +79,11 @@ class AsyncClient:
         self._timeout_s = checked_timeout_s(timeout_s)
         self._connection = Connection(
             address,
-            credentials=credentials,
+            open_channel=_opener(address, credentials, channel),
+            closes_channel=not isinstance(channel, grpc.aio.Channel),
             metadata=metadata,
-            channel=channel,
-            policy=RetryPolicy(max_retries, checked_timeout_s(connect_timeout_s, "connect_timeout_s")),
+            policy=RetryPolicy(max_failures=None if max_retries is None else max_retries + 1),
+            connect_timeout_s=checked_timeout_s(connect_timeout_s, "connect_timeout_s"),
         )
 
     async def __aenter__(self) -> Self:
@@ -219,3 +221,13 @@ class AsyncClient:
 
     def _deadline_s(self, timeout_s: float | None) -> float:
         return self._timeout_s if timeout_s is None else checked_timeout_s(timeout_s)
+
+
+def _opener(
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None,
+) -> Callable[[], grpc.aio.Channel]:
+    if channel is None:
+        return lambda: open_channel(address, credentials)
+    return (lambda: channel) if isinstance(channel, grpc.aio.Channel) else channel

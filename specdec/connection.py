@@ -10,7 +10,6 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from specdec.channel import open_channel
 from specdec.completion import Chunk, Transcript, chunk_from_proto
 from specdec.errors import (
     DeadlineExceededError,
@@ -40,17 +39,19 @@ class Connection:
         self,
         address: str,
         *,
-        credentials: grpc.ChannelCredentials | None,
+        open_channel: Callable[[], grpc.aio.Channel],
+        closes_channel: bool,
         metadata: Metadata,
-        channel: grpc.aio.Channel | None,
         policy: RetryPolicy,
+        connect_timeout_s: float,
     ) -> None:
         self.address = address
-        self._credentials = credentials
+        self._open, self._closes_channel = open_channel, closes_channel
         pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
         self._metadata = tuple((key.lower(), value) for key, value in pairs)
-        self._given_channel = self._channel = channel
+        self._channel: grpc.aio.Channel | None = None
         self._policy = policy
+        self._connect_timeout_s = connect_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_connected = False  # a specdec server has answered
         self._is_closed = False
@@ -66,9 +67,9 @@ class Connection:
             state = channel.get_state()
 
     async def close(self) -> None:
-        """End running calls and close the channel, unless the caller brought it."""
+        """End running calls and close the channel, unless it is the caller's."""
         self._is_closed = True
-        if self._channel is not None and self._given_channel is None:
+        if self._channel is not None and self._closes_channel:
             await self._channel.close()
         self._channel = None
 
@@ -76,7 +77,7 @@ class Connection:
         self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float
     ) -> AsyncGenerator[Chunk, None]:
         """Yield chunks to the session's end, resuming from where a stream breaks. Raises SpecdecError."""
-        attempts = Attempts(self._policy, timeout_s)
+        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
         while not seen.finished:
             failure = None  # a server that ends a stream early and without an error is being replaced
             call = self._call(request, seen, attempts.left_s)
@@ -104,7 +105,7 @@ class Connection:
         timeout_s: float,
     ) -> ResponseT:
         """Make a call that answers once; all of them can be repeated. Raises SpecdecError."""
-        attempts = Attempts(self._policy, timeout_s)
+        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
         while True:
             call = method(self._stub())
             try:
@@ -163,7 +164,7 @@ class Connection:
             raise RuntimeError("the client belongs to another event loop; make one client for each event loop")
         self._loop = loop
         if self._channel is None:
-            self._channel = open_channel(self.address, self._credentials)
+            self._channel = self._open()
         return self._channel
 
     def _raise_if_closed(self) -> None:

@@ -1,5 +1,6 @@
-"""When a call is repeated: jittered exponential pauses, bounded by the call's deadline. No I/O."""
+"""When a call is repeated: jittered exponential pauses within a budget of time. Clock and chance are handed in."""
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -7,45 +8,58 @@ from dataclasses import dataclass
 
 from specdec.errors import OverloadedError, SpecdecError, UnavailableError
 
-MAX_DOUBLINGS = 30  # the cap is reached long before; 2.0 ** 1024 would overflow
+MAX_EXPONENT = 64  # past it any sensible pause has reached its maximum, and a float would overflow
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How the attempts of a call follow each other, in seconds.
+    """How long to wait after a failure, in seconds.
 
-    The pauses double up to `max_pause_s`, which bounds the rate of attempts; a new chunk resets them to the shortest.
-    The deadline bounds their number. `max_retries` also bounds attempts in a row without a new chunk; None: no bound.
-    An address on which no specdec server has ever answered is given up after `connect_timeout_s`.
+    The n-th pause is `first_s * factor**(n - 1)`, at most `maximum_s`, less a random part of at most the fraction
+    `jitter`: callers that failed together do not return together.
     """
 
-    max_retries: int | None = None
-    connect_timeout_s: float = 20.0
-    first_pause_s: float = 0.1
-    max_pause_s: float = 5.0
+    first_s: float = 0.1
+    maximum_s: float = 5.0
+    factor: float = 2.0
+    jitter: float = 0.5  # 0 to 1
+    budget_s: float = math.inf  # from the first attempt's start to the last attempt's
+    max_failures: int | None = None  # in a row; None: as many as the budget allows
 
-    def pause_s(self, num_failures: int, retry_after_s: float, jitter: float) -> float:
-        """Return the pause after `num_failures` earlier failures in a row; `jitter` in [0, 1) spreads clients.
+    def pause_s(self, num_failures: int, elapsed_s: float, uniform: float, retry_after_s: float = 0.0) -> float | None:
+        """Return the pause after the `num_failures`-th failure in a row (from 1), or None to give up.
 
-        It comes after the pause that the server asks for, so that clients do not return all at once.
+        `elapsed_s` is the time since the first attempt, `uniform` a number in [0, 1). The pause comes after the one
+        that the other side asked for, so that callers do not return all at once. The last pause is cut so that one
+        attempt is made when the budget ends.
         """
-        backoff_s = min(self.first_pause_s * 2.0 ** min(num_failures, MAX_DOUBLINGS), self.max_pause_s)
-        return retry_after_s + (0.5 + jitter / 2) * backoff_s
+        if elapsed_s >= self.budget_s or (self.max_failures is not None and num_failures >= self.max_failures):
+            return None
+        pause_s = retry_after_s + self._backoff_s(num_failures) * (1 - self.jitter * uniform)
+        return min(pause_s, self.budget_s - elapsed_s)
+
+    def _backoff_s(self, num_failures: int) -> float:
+        return min(self.first_s * self.factor ** min(num_failures - 1, MAX_EXPONENT), self.maximum_s)
 
 
 class Attempts:
-    """The attempts of one call under one deadline. Clock and jitter are handed in."""
+    """The attempts of one call of a client under one deadline; a new chunk resets the pauses to the shortest.
+
+    An address on which no specdec server has ever answered is given up after `connect_timeout_s`.
+    """
 
     def __init__(
         self,
         policy: RetryPolicy,
         timeout_s: float,
         *,
+        connect_timeout_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] = random.random,
+        uniform: Callable[[], float] = random.random,
     ) -> None:
         self.timeout_s = timeout_s
-        self._policy, self._clock, self._jitter = policy, clock, jitter
+        self._policy, self._connect_timeout_s = policy, connect_timeout_s
+        self._clock, self._uniform = clock, uniform
         self._begin = clock()
         self._num_failures = 0
 
@@ -63,15 +77,13 @@ class Attempts:
 
         `is_connected`: a specdec server has answered on this address before.
         """
-        policy = self._policy
-        if not failure.is_retryable or self._num_failures == policy.max_retries:
+        if not failure.is_retryable:
             return None
         asked_s = failure.retry_after_s if isinstance(failure, OverloadedError | UnavailableError) else None
-        pause_s = policy.pause_s(self._num_failures, asked_s or 0.0, self._jitter())
-        left_s = self.left_s
-        if not is_connected:
-            left_s = min(left_s, self._begin + policy.connect_timeout_s - self._clock())
-        if pause_s >= left_s:
+        elapsed_s = self._clock() - self._begin
+        pause_s = self._policy.pause_s(self._num_failures + 1, elapsed_s, self._uniform(), asked_s or 0.0)
+        budget_s = self.timeout_s if is_connected else min(self.timeout_s, self._connect_timeout_s)
+        if pause_s is None or elapsed_s + pause_s >= budget_s:
             return None
         self._num_failures += 1
         return pause_s

@@ -9,7 +9,7 @@ with Client("127.0.0.1:50051") as client:
 import asyncio
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError
 from typing import Any, Self, TypeVar, Unpack
 
@@ -141,7 +141,8 @@ async def _next(stream: AsyncStream) -> Chunk | None:
 class Client:
     """A client of one specdec service, for any number of threads.
 
-    Used with `with`, or without and ended with `close`. Arguments and errors: as of `AsyncClient`.
+    Used with `with`, or without and ended with `close`. Arguments and errors: as of `AsyncClient`, but `channel` is
+    always a function, called on the event loop of the client.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Client:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
-        channel: grpc.aio.Channel | None = None,
+        channel: Callable[[], grpc.aio.Channel] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int | None = None,
         connect_timeout_s: float = 20.0,

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
-from specdec.errors import InvalidArgumentError
+from specdec.errors import InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
 from specdec.serving.model_worker import run_task
@@ -36,6 +36,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         opening = await stream.opening()
         if opening is None:
             return
+        self._check_model(opening.model_fingerprint)
         session = session_from_proto(opening.session, self._model.vocab_size)
         request = self._observation_request(opening)
         self._fence.check(session)
@@ -57,6 +58,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 rounds=num_rounds,
                 closed=stream.closed,
             )
+
+    def _check_model(self, fingerprint: str) -> None:
+        """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
+        if fingerprint not in ("", self._model.fingerprint):
+            problem = f"serves the model {self._model.fingerprint}, the session's text belongs to {fingerprint[:64]}"
+            raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
     async def _score(
         self, session: Session, message: target_pb2.Score, request: ObservationRequest, match: bool

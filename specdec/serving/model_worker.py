@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task, load_language_model
 from specdec.errors import InternalError, UnavailableError
-from specdec.serving.server import Server
+from specdec.serving.model_fingerprint import model_fingerprint
+from specdec.serving.server import Server, supervised
 from specdec.serving.settings import ModelSettings
 from specdec.serving.telemetry import get_logger
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
@@ -57,6 +58,7 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
         eos_token_ids=eos_token_ids(folder),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
+        fingerprint=model_fingerprint(folder, {"dtype": str(model.dtype), "quantisation": "none"}),
     )
 
 
@@ -91,13 +93,10 @@ async def running(
 ) -> AsyncIterator[None]:
     """Run the engine; while it makes no progress the server is not ready."""
     engine.start()
-    watching = asyncio.create_task(_watch(engine, server, stalled_s, watch_s))
     try:
-        yield
+        async with supervised(server, "engine watch", _watch(engine, server, stalled_s, watch_s)):
+            yield
     finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
         # a thread that hangs cannot be joined; it dies with the process
         if not engine.is_stalled(stalled_s):
             await asyncio.to_thread(engine.stop)

@@ -7,7 +7,7 @@ SIGTERM: not serving, drain, close.
 import asyncio
 import gc
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ _SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", 16_384),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -167,6 +167,26 @@ class Server:
         self._statuses.ready = False
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(self._settings.drain_s)
+
+
+@asynccontextmanager
+async def supervised(server: Server, name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a task while the context lasts. If it ends by itself the service fails, and with it the process."""
+
+    def note(ended: "asyncio.Task[None]") -> None:
+        if not ended.cancelled():
+            error = ended.exception()
+            facts = {"error": type(error).__name__, "where": _where(error)} if error else {}
+            get_logger().error("task_ended", task=name, **facts)
+            server.fail(f"its task {name} has ended ({facts.get('error', 'without an error')}); start it again")
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(note)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 Build = Callable[[Server], AbstractAsyncContextManager[None]]

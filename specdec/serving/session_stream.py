@@ -14,6 +14,7 @@ from specdec.errors import FencedError, InvalidArgumentError
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 
+MAX_SESSION_ID_CHARACTERS = 128
 MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; one that falls out has not been heard of for as many sessions
 
 
@@ -104,8 +105,9 @@ def open_session(
 
 def check_open(message: types_pb2.OpenSession, vocab_size: int | None) -> SamplingParams:
     """Check a stream's first message in a worker. Raises InvalidArgumentError."""
-    if not message.session_id or message.epoch < 1:
-        raise InvalidArgumentError({"open": "needs a session_id and an epoch of at least 1"})
+    if not 1 <= len(message.session_id) <= MAX_SESSION_ID_CHARACTERS or message.epoch < 1:
+        needs = f"a session_id of 1 to {MAX_SESSION_ID_CHARACTERS} characters and an epoch of at least 1"
+        raise InvalidArgumentError({"open": f"needs {needs}"})
     if not message.sampling.HasField("seed"):
         raise InvalidArgumentError({"open.session.sampling.seed": "is unset; workers need the resolved seed"})
     return messages.sampling_from_proto(message.sampling, vocab_size)

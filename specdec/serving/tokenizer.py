@@ -46,9 +46,13 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Return the tokenizer of a folder or hub id. Raises TokenizerMissing."""
     file = tokenizer_folder(name_or_path) / TOKENIZER_FILE
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerMissing(f"{file} is not a tokenizer: {error}") from error
+    # some files ask for both, and a prompt would be cut in silence
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

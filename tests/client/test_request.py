@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import specdec
-from specdec import AsyncClient, InvalidArgumentError, SamplingParams, SpeculationParams
+from specdec import AsyncClient, InvalidArgumentError, SamplingParams, SpeculationParams, api, errors
 from specdec.channel import MAX_MESSAGE_BYTES
 
 CLIENT = AsyncClient("127.0.0.1:1")
@@ -148,7 +148,8 @@ def test_errors_do_not_quote_long_prompts() -> None:
 
 
 def test_numpy_values_are_accepted() -> None:
-    CLIENT.generate(prompt_token_ids=np.arange(3), temperature=np.float32(0.5), top_k=np.int64(3))
+    scalars: Any = {"temperature": np.float32(0.5), "top_k": np.int64(3)}
+    CLIENT.generate(prompt_token_ids=np.arange(3), **scalars)
 
 
 def test_one_stop_text_is_a_list() -> None:
@@ -157,9 +158,13 @@ def test_one_stop_text_is_a_list() -> None:
 
 
 def test_public_names_resolve() -> None:
-    assert set(specdec.__all__) <= set(dir(specdec))
-    assert {name for name in specdec.__all__ if name.endswith("Error")} == {
-        kind.__name__ for kind in (specdec.SpecdecError, *specdec.errors.ERRORS)
-    }
+    names = set(api.__all__)
+    assert names <= set(dir(specdec))
+    assert all(getattr(specdec, name) is getattr(api, name) for name in names)
+    kinds: list[type[Exception]] = [errors.SpecdecError, *errors.ERRORS]
+    assert {name for name in names if name.endswith("Error")} == {kind.__name__ for kind in kinds}
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         specdec.Nothing  # type: ignore[attr-defined] # noqa: B018

@@ -1,5 +1,7 @@
 """When a call is repeated: the deadline bounds patience, the pauses bound the rate."""
 
+import math
+
 import pytest
 
 from specdec import (
@@ -26,22 +28,44 @@ class Clock:
         return self.now_s
 
 
-def attempts(policy: RetryPolicy, timeout_s: float, clock: Clock) -> Attempts:
-    return Attempts(policy, timeout_s, clock=clock, jitter=lambda: 1.0)
+def attempts(policy: RetryPolicy, timeout_s: float, clock: Clock, connect_timeout_s: float = math.inf) -> Attempts:
+    return Attempts(policy, timeout_s, connect_timeout_s=connect_timeout_s, clock=clock, uniform=lambda: 0.0)
 
 
-def test_pauses_double_up_to_the_cap() -> None:
-    policy = RetryPolicy()
-    assert [policy.pause_s(count, 0.0, 1.0) for count in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    assert policy.pause_s(10_000, 0.0, 1.0) == 5.0
+POLICY = RetryPolicy(first_s=0.1, maximum_s=2.0, budget_s=30.0)
 
 
-def test_jitter_halves_the_pause_at_most() -> None:
-    assert RetryPolicy().pause_s(0, 0.0, 0.0) == 0.05
+def test_pauses_double_up_to_the_maximum() -> None:
+    pauses = [POLICY.pause_s(number, 0.0, 0.0) for number in range(1, 8)]
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
+
+
+def test_jitter_shortens_by_at_most_its_fraction() -> None:
+    for number in range(1, 8):
+        longest = POLICY.pause_s(number, 0.0, 0.0)
+        shortest = POLICY.pause_s(number, 0.0, math.nextafter(1, 0))
+        assert longest
+        assert shortest
+        assert shortest == pytest.approx(longest / 2)
+
+
+def test_the_last_pause_ends_with_the_budget() -> None:
+    assert POLICY.pause_s(9, 29.5, 0.0) == pytest.approx(0.5)
+    assert POLICY.pause_s(9, 30.0, 0.0) is None
+
+
+def test_failures_may_be_counted() -> None:
+    policy = RetryPolicy(max_failures=3)
+    assert [policy.pause_s(number, 0.0, 0.0) is None for number in (1, 2, 3)] == [False, False, True]
 
 
 def test_server_pause_comes_first() -> None:
-    assert RetryPolicy().pause_s(0, 2.0, 1.0) == 2.1
+    assert POLICY.pause_s(1, 0.0, 0.0, retry_after_s=5.0) == pytest.approx(5.1)
+    assert POLICY.pause_s(1, 28.0, 0.0, retry_after_s=5.0) == 2.0
+
+
+def test_many_failures_do_not_overflow() -> None:
+    assert RetryPolicy().pause_s(10**9, 0.0, 0.0) == 5.0
 
 
 def test_deadline_bounds_patience() -> None:
@@ -58,14 +82,14 @@ def test_deadline_bounds_patience() -> None:
 
 def test_unknown_address_is_given_up_early() -> None:
     clock = Clock()
-    call = attempts(RetryPolicy(connect_timeout_s=20.0), 600.0, clock)
+    call = attempts(RetryPolicy(), 600.0, clock, connect_timeout_s=20.0)
     while (pause_s := call.pause_s(GONE, is_connected=False)) is not None:
         clock.now_s += pause_s
     assert 10 < clock.now_s < 20
 
 
 def test_max_retries_counts_in_a_row() -> None:
-    call = attempts(RetryPolicy(max_retries=2), 600.0, Clock())
+    call = attempts(RetryPolicy(max_failures=3), 600.0, Clock())
     assert call.pause_s(GONE, is_connected=True) == 0.1
     assert call.pause_s(GONE, is_connected=True) == 0.2
     assert call.pause_s(GONE, is_connected=True) is None

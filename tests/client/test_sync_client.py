@@ -14,6 +14,7 @@ import pytest
 
 import specdec
 from specdec import AsyncClient, AsyncStream, Client, SessionStatus, Stream
+from specdec.channel import open_channel
 from specdec.v1 import generation_pb2 as pb
 from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_at, sends, served
 
@@ -225,4 +226,10 @@ def public(kind: type) -> dict[str, list[Parameter]]:
 
 
 def test_both_constructors_take_the_same_arguments() -> None:
-    assert signature(Client).parameters == signature(AsyncClient).parameters
+    assert list(signature(Client).parameters) == list(signature(AsyncClient).parameters)
+
+
+def test_channel_opens_on_the_client_thread(running: Running) -> None:
+    running.service.acts = [sends(*WHOLE)]
+    with Client("nowhere:1", channel=lambda: open_channel(running.address)) as client:
+        assert client.complete("x").text == TEXT

@@ -64,6 +64,8 @@ BAD_REQUESTS = {
     "logit_bias past the vocabulary": (sampled(logit_bias={10**6: 1.0}), ["sampling.logit_bias", "1000000"]),
     "logit_bias NaN": (sampled(logit_bias={1: math.nan}), ["sampling.logit_bias", "[-100, 100]"]),
     "unknown drafter": (request(speculation=Speculation(drafter="oracle")), ["speculation.drafter", "oracle", "model"]),
+    "long drafter": (request(speculation=Speculation(drafter="x" * 10_000)), ["speculation.drafter", "10000", "64"]),
+    "K past the server's limit": (request(speculation=Speculation(num_draft_tokens=9)), ["num_draft_tokens", "9", "8"]),
     "long request_id": (request(request_id="x" * 1000), ["request_id", "1000", "255"]),
 }  # fmt: skip
 
@@ -132,6 +134,22 @@ async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) 
     assert "Generate" in (error.details() or "")
 
 
+async def test_a_long_session_id_is_refused_without_repeating_it(
+    stub: generation_pb2_grpc.GenerationServiceStub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "x" * (1 << 20)
+    for call in (
+        stub.GetSession(pb.GetSessionRequest(session_id=name)),
+        stub.CancelSession(pb.CancelSessionRequest(session_id=name)),
+        stub.Resume(pb.ResumeRequest(session_id=name)).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert (caught.value.code(), len(caught.value.details() or "") < 200) == (INVALID, True)
+    logged = capsys.readouterr()
+    assert max(map(len, (logged.out + logged.err).splitlines()), default=0) < 1000
+
+
 async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     first = [chunk async for chunk in stub.Generate(request(request_id="once"))]
     again = [chunk async for chunk in stub.Generate(request(request_id="once"))]
@@ -185,7 +203,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
     save_tokenizer(draft, 300, prefix="other")
     async with cluster(target, draft, drafters="model") as running, AsyncClient(running.address) as client:
         with pytest.raises(ModelMismatchError, match=r"differ in tokenizer.*num_draft_tokens"):
-            await client.complete([1, 2], sampling=SamplingParams(max_new_tokens=2))
+            await client.complete(prompt_token_ids=[1, 2], sampling=SamplingParams(max_new_tokens=2))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from specdec.v1 import draft_pb2, types_pb2
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import Cluster, cluster, save_tokenizer
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [5, 17, 3, 200, 9]
 NUM_NEW_TOKENS = 24
+PLAIN, DRAFTED = SpeculationParams(num_draft_tokens=0), SpeculationParams(num_draft_tokens=4)
 SERVICE = "specdec.v1.DraftService"
 Reply = Callable[[draft_pb2.Propose], bytes]
 
@@ -173,6 +173,7 @@ def expected() -> dict[str, tuple[int, ...]]:
     return {}
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", NONSENSE)
 async def test_nonsense_costs_speed_only(
     name: str, served: Cluster, lying: tuple[NonsenseWorker, str], expected: dict[str, tuple[int, ...]]
@@ -182,9 +183,13 @@ async def test_nonsense_costs_speed_only(
     sampling = SamplingParams(temperature=0, max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     async with AsyncClient(served.address) as client:
         if not expected:
-            plain = await client.complete(PROMPT, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0))
+            plain = await client.complete(
+                prompt_token_ids=PROMPT, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0)
+            )
             expected["plain"] = plain.tokens
-        drafted = await client.complete(PROMPT, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=4))
+        drafted = await client.complete(
+            prompt_token_ids=PROMPT, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=4)
+        )
     assert drafted.tokens == expected["plain"]
     assert worker.num_rounds > 0
 

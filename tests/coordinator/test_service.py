@@ -37,7 +37,7 @@ async def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(folder: Path) -> AsyncIterator[Cluster]:
     """Both services with the same model."""
-    async with cluster(folder, folder) as running:
+    async with cluster(folder, folder, max_draft_tokens=32) as running:
         yield running
 
 

@@ -546,13 +546,13 @@ class TestTrees:
                 assert await loop.run(Scoring(3, [10, 21, 5], [30, 31], (0, 0))) == [42, 72, 73]
         assert [forward["a"] for forward in model.forwards] == [7, 3, 3, 3]
 
-    async def test_trees_are_never_split(self) -> None:
-        model, prompt = ToyModel(), [1] * 200
-        parents = (0,) * 90
+    @pytest.mark.parametrize("num_rows", [1, 91])
+    async def test_trees_are_never_split(self, num_rows: int) -> None:
+        model, prompt = ToyModel(), [1] * 150
+        task = Task[list[int]]("a", 0, [*prompt, *[2] * 90], num_rows, parents=(0,) * 90)
         async with engine(model, score, max_batch_tokens=100, prefill_chunk_tokens=100) as loop:
-            task = Scoring(0, prompt, [2] * 90, parents)
-            assert await loop.run(task) == [200 % MODULUS] + [202 % MODULUS] * 90
-        assert model.forwards[-1]["a"] >= 91
+            assert await loop.run(task) == ([150 % MODULUS] + [152 % MODULUS] * 90)[-num_rows:]
+        assert sum(forward["a"] for forward in model.forwards) == 240
 
     async def test_failed_rounds_keep_the_accepted_path(self) -> None:
         model = ToyModel()
@@ -649,13 +649,13 @@ class TestHiddenStates:
 
 async def test_states_of_a_task() -> None:
     model, task = ToyModel(), Generation("a", [1])
-    assert task.state is TaskState.NEW
+    states = [task.state]
     async with engine(model) as loop:
         async with standing_still(model, loop):
             (future,) = await submitted(loop, task)
-            assert task.state is TaskState.WAITING
+            states.append(task.state)
         await future
-        assert task.state is TaskState.ENDED
+        assert [*states, task.state] == [TaskState.NEW, TaskState.WAITING, TaskState.ENDED]
         with pytest.raises(EngineError, match="already run"):
             await loop.run(task)
 

@@ -22,7 +22,7 @@ from target_service.__main__ import SERVICE as TARGET_SERVICE
 from target_service.__main__ import built as built_target
 from target_service.settings import TargetSettings
 
-KV_CACHE_BYTES = 64 << 20
+WORKER = {"port": 0, "dtype": "float32", "kv_cache_bytes": 64 << 20, "drain_s": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +46,30 @@ async def cluster(
     """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
     torch.set_num_threads(1)
     drafters = drafters or ("model,ngram" if draft_model else "ngram")
-    worker = {"port": 0, "dtype": "float32", "kv_cache_bytes": KV_CACHE_BYTES, "drain_s": 0}
     async with AsyncExitStack() as stack:
-        target_address = await stack.enter_async_context(_target(TargetSettings(model=str(target), **worker)))
+        target_address = await stack.enter_async_context(serving_target(target))
         model = str(draft_model) if draft_model else None
         kinds = kinds or registered()
-        settings = settings_for(kinds)(model=model, drafters=drafters, **worker)
+        settings = settings_for(kinds)(model=model, drafters=drafters, **WORKER)
         draft_address = await stack.enter_async_context(_draft(settings, kinds))
-        settings = CoordinatorSettings(
-            **{"target": target_address, "draft": draft_address, "tokenizer": str(target), "port": 0, "drain_s": 0}
-            | coordinator
-        )
-        server = await stack.enter_async_context(
-            serving(settings, GENERATION_SERVICE, lambda server: built_coordinator(settings, server))
-        )
-        yield Cluster(f"127.0.0.1:{server.port}", target_address, draft_address)
+        served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
+        address = await stack.enter_async_context(serving_coordinator(**served))
+        yield Cluster(address, target_address, draft_address)
 
 
 @asynccontextmanager
-async def _target(settings: TargetSettings) -> AsyncIterator[str]:
-    async with serving(settings, TARGET_SERVICE, lambda server: built_target(settings, server)) as server:
+async def serving_target(model: Path, **settings: object) -> AsyncIterator[str]:
+    """Serve one target worker in float32; give its address."""
+    worker = TargetSettings(**{"model": str(model), **WORKER} | settings)  # type: ignore[arg-type]
+    async with serving(worker, TARGET_SERVICE, lambda server: built_target(worker, server)) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+@asynccontextmanager
+async def serving_coordinator(**settings: object) -> AsyncIterator[str]:
+    """Serve one coordinator; give its address."""
+    own = CoordinatorSettings(**{"port": 0, "drain_s": 0} | settings)  # type: ignore[arg-type]
+    async with serving(own, GENERATION_SERVICE, lambda server: built_coordinator(own, server)) as server:
         yield f"127.0.0.1:{server.port}"
 
 

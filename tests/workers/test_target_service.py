@@ -632,6 +632,23 @@ def test_eos_tokens(generation: str | None, config: str | None, expected: tuple[
 
 
 @in_module_loop
+async def test_a_session_of_another_model_is_refused(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    """Before anything else: the epoch that it came with is not remembered either."""
+    stub, name = target_pb2_grpc.TargetServiceStub(channel), next(names)
+    served = (await stub.GetTarget(pb.GetTargetRequest())).model.fingerprint
+    assert len(served) == 32
+    opening = session_stream.open_session(name, 9, PLAIN, len(PROMPT))
+    call = stub.Score()
+    await call.write(pb.ScoreRequest(open=pb.OpenTarget(session=opening, model_fingerprint="of another model")))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.metadata) == ("MODEL_MISMATCH", {"served": served})
+    assert (await Stream(channel, name, epoch=1).score(0, PROMPT)).cached_len == len(PROMPT)
+
+
+@in_module_loop
 async def test_an_engine_without_progress_is_not_serving() -> None:
     """While a forward hangs the service says so, and when it goes on again, that."""
     settings = TargetSettings(model="none", port=0, drain_s=0)
