@@ -97,7 +97,7 @@ async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch:
     forwards = SlowForwards(monkeypatch, num_passing=5)
     async with (
         serving_coordinator(target=address, draft="", tokenizer=str(model)) as served,
-        Client(served) as client,
+        AsyncClient(served) as client,
     ):
         sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
         stream = client.generate([7] * 10, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0))
