@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any
 
-import fakeredis
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import AbstractBackoff
@@ -83,11 +82,22 @@ class PolicyBackoff(AbstractBackoff):
 def open_redis(url: str) -> RedisClient:
     """Return a client of the Redis at a URL, or of the embedded one. Raises ValueError for a URL that is wrong."""
     if url == "embedded":
-        return RedisClient(fakeredis.FakeAsyncRedis())
+        return RedisClient(_embedded())
     retry = Retry(PolicyBackoff(), NUM_RETRIES)
     redis = Redis.from_url(url, retry=retry, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
     _check_options(redis)
     return RedisClient(redis)
+
+
+def _embedded() -> Redis:
+    """Return a Redis in this process. Raises ValueError where its package is not installed."""
+    try:
+        import fakeredis
+    except ModuleNotFoundError:
+        remedy = "pip install 'specdec[embedded]', or give --store redis://..."
+        raise ValueError(f"--store embedded needs the package fakeredis; {remedy}") from None
+    redis: Redis = fakeredis.FakeAsyncRedis()
+    return redis
 
 
 def _check_options(redis: Redis) -> None:
