@@ -30,9 +30,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
+from benchmarks.toy_drafters import KIND as TOY
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.child import Child
-from specdec.serving.local import Options, environment_of, running, worker_commands
+from specdec.serving.local import Command, Options, environment_of, running, worker_commands
 from specdec.types import AcceptanceRuleName
 
 VOCAB_SIZE = 6
@@ -70,9 +71,9 @@ CASES = {
             num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.BLOCK
         )
     ),
-    "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="toy-tree")),
+    "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
-        SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="toy-tree")
+        SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)
     ),
 }
 
@@ -210,7 +211,7 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
     """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
-    if case.speculation.drafter == "toy-tree":
+    if case.speculation.drafter == TOY.name:
         return None
     target_distributions, draft_distributions = (
         distributions_of(target, case.sampling),
@@ -234,8 +235,8 @@ class Services:
 
     def __init__(self, target: Path, draft: Path) -> None:
         options = Options(target=str(target), draft=str(draft), port=0, dtype="float32", target_threads=1, drain_s=1.0)
-        self.stack = running(options, lambda name, entry: None)
-        self._draft_command = worker_commands(options, 1)[1]
+        self.stack = running(options, lambda name, entry: None, commands_with_toys)
+        self._draft_command = commands_with_toys(options, 1)[1]
 
     @property
     def draft(self) -> Child:
@@ -259,6 +260,13 @@ class Services:
         environment = environment_of(command, os.environ)
         child = await Child.start(command.name, command.module, flags, environment, lambda name, entry: None)
         self.stack.children.append(child)
+
+
+def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
+    """Return a target worker, and a draft worker that also offers the toy drafter of trees."""
+    target, draft = worker_commands(options, num_cores)
+    flags = [f"{flag},{TOY.name}" if flag == "model,ngram" else flag for flag in draft.flags]
+    return [target, replace(draft, module="benchmarks.toy_drafters", flags=tuple(flags))]
 
 
 @asynccontextmanager

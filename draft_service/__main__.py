@@ -1,6 +1,5 @@
 """`python -m draft_service`: offers the registered drafters. Without the drafter `model` nothing here imports torch."""
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,7 +8,7 @@ from draft_service.drafter import DrafterKind
 from draft_service.registry import registered
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftWorkerSettings, chosen_kinds, settings_for
-from specdec.serving.server import CannotServe, Server, run_service
+from specdec.serving.server import Server, run_process
 from specdec.serving.settings import load
 from specdec.v1 import draft_pb2_grpc
 
@@ -21,9 +20,9 @@ def main(kinds: Mapping[str, DrafterKind]) -> None:
     settings = load(settings_for(kinds), "draft_service")
     try:
         chosen_kinds(settings, kinds)
-        asyncio.run(run_service(settings, "draft", SERVICE, lambda server: built(settings, server, kinds)))
-    except (CannotServe, OSError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"draft_service: {error}")
+    run_process(settings, "draft_service", "draft", SERVICE, lambda server: built(settings, server, kinds))
 
 
 @asynccontextmanager

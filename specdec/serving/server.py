@@ -7,6 +7,7 @@ SIGTERM: not serving, drain, close.
 import asyncio
 import gc
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -18,9 +19,10 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
+from specdec.serving.background import leave
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
-from specdec.serving.telemetry import configure_logs, get_logger, serve_metrics
+from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
 
 MAX_METADATA_BYTES = 16 << 10
 
@@ -210,9 +212,22 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
         await server.grpc.stop(0)
 
 
+def run_process(
+    settings: ServiceSettings, program: str, name: str, service: str, build: Build, *refusals: type[Exception]
+) -> None:
+    """Run one service as this process until it is told to stop; exit with 1 and one sentence for what it refuses."""
+    expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
+    try:
+        asyncio.run(run_service(settings, name, service, build))
+    except expected as error:
+        sys.exit(f"{program}: {error}")
+    leave()
+
+
 async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:
     """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
     configure_logs(name, settings.log_level, settings.log_format)
+    asyncio.get_running_loop().set_exception_handler(log_unhandled)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

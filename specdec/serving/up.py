@@ -6,7 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TextIO, get_args
 
 from specdec.arguments import checked
@@ -78,13 +78,14 @@ async def run(flags: argparse.Namespace) -> None:
     """
     options = local.Options(**{name: getattr(flags, name) for name in local.Options.__dataclass_fields__})
     printer = LogPrinter(is_coloured=is_coloured(sys.stderr, os.environ))
-    stack = local.running(options, printer)
+    progress = local.Progress(printer, sys.stderr) if sys.stderr.isatty() else None
+    stack = local.running(options, progress or printer)
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, _interrupt, task, stack)
     with suppress(asyncio.CancelledError):
-        async with stack:
+        async with progress.shown() if progress else nullcontext(), stack:
             print(f"specdec ready on {stack.address}", flush=True)
             await stack.wait()
 

@@ -436,6 +436,13 @@ def test_draft_model_is_optional() -> None:
     assert not plain.draft
 
 
+def test_the_stores_address_is_on_no_command_line() -> None:
+    """It may hold a password, and every user of the machine can read command lines."""
+    command = coordinator_command(Options("t", store="redis://:secret@127.0.0.1/0"), [1], [])
+    assert not any("secret" in flag for flag in command.flags)
+    assert environment_of(command, {})["SPECDEC_STORE"] == "redis://:secret@127.0.0.1/0"
+
+
 def test_services_get_their_own_variables() -> None:
     [target, draft] = worker_commands(Options("t", "d", target_threads=3), num_cores=2)
     mine = {"PATH": "/bin", "SPECDEC_ADDRESS": "x", "SPECDEC_LOG_LEVEL": "debug", "SPECDEC_SUPPORT_MAX": "5"}

@@ -457,10 +457,10 @@ async def test_max_retries_counts_since_the_last_chunk(service: Service) -> None
 
 
 async def test_silent_server_exceeds_the_deadline(service: Service, client: AsyncClient) -> None:
-    service.acts = [Endless()]
+    service.acts = [Endless(begins=False)]
     sentence = r"deadline of 0\.5 s exceeded; session s-1 can be resumed from token 2"
     with pytest.raises(specdec.DeadlineExceededError, match=sentence):
-        await client.complete("x", timeout_s=0.5)
+        await client.resume(SESSION, offset=2, timeout_s=0.5).result()
 
 
 async def test_silent_address_is_given_up_early(unused_port: int) -> None:

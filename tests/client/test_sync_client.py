@@ -143,7 +143,7 @@ def test_ctrl_c_cancels_the_call(running: Running) -> None:
     with Client(running.address) as client:
         stream = client.generate("x")
         next(stream)
-        threading.Timer(0.2, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+        threading.Timer(1.0, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             next(stream)
         running.cancelled.wait()

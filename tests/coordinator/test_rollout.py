@@ -153,7 +153,7 @@ async def test_a_model_that_is_gone_ends_its_sessions(models: tuple[Path, Path],
             with pytest.raises(ModelMismatchError, match="model of this session's text"):
                 await follower.task
             with pytest.raises(ModelMismatchError, match="model of this session's text"):
-                async for _ in other.resume(follower.session_id, len(follower.tokens)):
+                async for _ in other.resume(follower.session_id, offset=len(follower.tokens)):
                     pass
             assert (await other.get_session(follower.session_id)).tokens == tuple(follower.tokens)
 

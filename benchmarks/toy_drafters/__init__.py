@@ -13,7 +13,6 @@ from contextlib import AsyncExitStack
 import numpy as np
 from pydantic import BaseModel
 
-from draft_service.__main__ import main
 from draft_service.drafter import DrafterKind
 from draft_service.registry import registered
 from draft_service.session_texts import TextDrafter
@@ -100,6 +99,4 @@ async def build(settings: NoSettings, server: Server, stack: AsyncExitStack) -> 
 
 
 KIND = DrafterKind("toy-tree", NoSettings, build)
-
-if __name__ == "__main__":
-    main({**registered(), KIND.name: KIND})
+KINDS = {**registered(), KIND.name: KIND}
