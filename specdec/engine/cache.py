@@ -1,6 +1,6 @@
 """The KV cache: which sequences hold blocks of the pool, and which must give them up.
 
-Idle sequences stay cached until somebody needs their blocks; the least recently used one goes first.
+Idle sequences stay cached until their blocks are needed; the least recently used one goes first.
 """
 
 from collections.abc import Sequence as Slots
@@ -22,7 +22,7 @@ class KvCache:
     def open(self, key: str) -> Sequence:
         """Return the sequence called `key`: what is still cached of it, or an empty one.
 
-        Whoever knows a key can read its sequence: build keys from names that callers cannot choose for one another.
+        A caller that knows a key can read its sequence: build keys from names that callers cannot choose freely.
         """
         sequence = self._open.get(key)
         if sequence is None:

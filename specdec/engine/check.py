@@ -24,7 +24,7 @@ PROMPT_LENGTHS = (23, 14)
 FLOAT32_TOLERANCE = 1e-3  # of the logits' spread, largest difference; summing in another order gives 1e-6 to 1e-5
 NOISE_FACTOR = 3.0  # in bfloat16: times the model's disagreement with itself under another attention function
 NOISE_FLOOR = 0.03  # of the logits' spread, root mean square; bfloat16 models measured 0.01 to 0.02
-UNKNOWN_NOISE = 0.05  # where there is no other function; experts that are chosen by a hair move most (0.07 to 0.12)
+UNKNOWN_NOISE = 0.05  # where there is no other function; experts chosen by near ties move it most (0.07 to 0.12)
 MAX_COPY_BYTES = 2 << 30  # a float32 copy up to here is checked in about a second
 
 

@@ -22,9 +22,10 @@ from typing import Any, Generic
 
 import torch
 
+from specdec.engine.batch import DECODING_TOKENS, TaskT
 from specdec.engine.errors import EngineError, where_raised
 from specdec.engine.feed import Feed, ForwardOutput
-from specdec.engine.schedule import DECODING_TOKENS, Forwards, Schedule, TaskT
+from specdec.engine.schedule import Forwards, Schedule
 from specdec.engine.task import Submission, Task
 
 logger = logging.getLogger(__name__)
@@ -104,8 +105,8 @@ class EngineLoop(Generic[TaskT]):
             raise
 
     def forget(self, key: str) -> None:
-        """Free the sequence `key` at the next step, or when the task that is using it ends. Returns at once."""
-        self._call(lambda: self._forgotten.add(key))
+        """Free the sequence `key`, once the tasks on it that were run before have ended. Returns at once."""
+        self._call(lambda: self._forget(key))
 
     @property
     def load(self) -> Load:
@@ -174,6 +175,10 @@ class EngineLoop(Generic[TaskT]):
                 task.fail(EngineError("cancelled"))
         self._deliver_ends()
 
+    def _forget(self, key: str) -> None:
+        self._forgotten.add(key)
+        self._close_forgotten()  # now: a task that arrives after this one must not find the sequence
+
     def _close_forgotten(self) -> None:
         for key in self._forgotten - {task.key for task in self._schedule.tasks}:
             self._model.cache.open(key).close()
@@ -223,7 +228,7 @@ class EngineLoop(Generic[TaskT]):
     def _deliver_ends(self) -> None:
         """Take out the tasks that are done and wake the coroutines that await them."""
         for task in self._schedule.end_done():
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody awaits the task any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the task any more
                 task.submission.event_loop.call_soon_threadsafe(task.submission.deliver)
 
     def _fail_everything(self) -> None:

@@ -6,14 +6,13 @@ is suspended until another one has ended; and a task that waits for room is serv
 """
 
 import time
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
+from specdec.engine.batch import DECODING_TOKENS, Batch, TaskT
 from specdec.engine.cache import KvCache
 from specdec.engine.errors import CacheFull, EngineError
 from specdec.engine.feed import Feed, ForwardOutput
-from specdec.engine.task import Task, TaskState
-
-DECODING_TOKENS = 64  # a task with at most so many tokens left is decoding: a round's draft, not a prompt
+from specdec.engine.task import TaskState
 
 
 class Forwards(Protocol):
@@ -31,9 +30,6 @@ class Forwards(Protocol):
     def forward(self, feeds: list[Feed]) -> ForwardOutput:
         """Append the feeds' tokens; return what they ask for."""
         ...
-
-
-TaskT = TypeVar("TaskT", bound=Task[Any])
 
 
 class _Place(Generic[TaskT]):
@@ -117,16 +113,16 @@ class Schedule(Generic[TaskT]):
                 "give it more bytes or shorten the sequence"
             )
 
-    def _continue_running(self, batch: "Batch[TaskT]") -> None:
+    def _continue_running(self, batch: Batch[TaskT]) -> None:
         """Give each running task its turn; while the cache is full the youngest is suspended, or the task itself."""
         for place in sorted(self._running, key=lambda place: (not place.is_decoding, place.number)):
             while place.task.state is TaskState.RUNNING and not self._reserve(place.task, batch):
                 self._suspend(self._youngest_outside(batch))
 
-    def _admit_waiting(self, batch: "Batch[TaskT]") -> None:
+    def _admit_waiting(self, batch: Batch[TaskT]) -> None:
         """Give waiting tasks their turn in order of arrival, up to the first that finds no room.
 
-        A task whose sequence is in use waits for its user; it holds nobody up.
+        A task whose sequence is in use waits, and does not hold up the tasks after it.
         """
         busy = {place.task.key for place in self._running}
         for place in list(self._waiting):
@@ -143,7 +139,7 @@ class Schedule(Generic[TaskT]):
         is_suspended = place.task.state is TaskState.SUSPENDED
         return is_suspended and bool(self._running) and place.num_ended == self._num_ended
 
-    def _youngest_outside(self, batch: "Batch[TaskT]") -> _Place[TaskT]:
+    def _youngest_outside(self, batch: Batch[TaskT]) -> _Place[TaskT]:
         """Return the running task that must make room for an older one, or for itself."""
         return max((place for place in self._running if not batch.has(place.task)), key=lambda place: place.number)
 
@@ -165,7 +161,7 @@ class Schedule(Generic[TaskT]):
             self._end(place)
         return not task.done
 
-    def _reserve(self, task: TaskT, batch: "Batch[TaskT]") -> bool:
+    def _reserve(self, task: TaskT, batch: Batch[TaskT]) -> bool:
         """Add the task's next piece to the batch, if there is a turn for it; return False where the cache is full."""
         num_tokens = batch.num_tokens_for(task)
         if num_tokens == 0:
@@ -177,7 +173,7 @@ class Schedule(Generic[TaskT]):
         batch.add(task, num_tokens)
         return True
 
-    def _run(self, place: _Place[TaskT], batch: "Batch[TaskT]") -> None:
+    def _run(self, place: _Place[TaskT], batch: Batch[TaskT]) -> None:
         """Let a task run if it is part of the batch; there may have been no turn for it."""
         task = place.task
         if batch.has(task):
@@ -210,39 +206,3 @@ class Schedule(Generic[TaskT]):
         if state is not TaskState.WAITING and task.submission.error is not None:
             task.sequence.truncate(min(task.sequence.length, place.begun_length))
         self._ended.append(task)
-
-
-class Batch(Generic[TaskT]):
-    """The next forward while it is being put together."""
-
-    def __init__(self, max_tokens: int, max_prefill_tokens: int) -> None:
-        self.feeds: list[tuple[TaskT, Feed]] = []
-        self._num_free = max_tokens
-        self._num_free_prefill = max_prefill_tokens
-
-    def has(self, task: TaskT) -> bool:
-        """Whether a piece of the task is part of the forward."""
-        return any(task is other for other, _ in self.feeds)
-
-    def num_tokens_for(self, task: TaskT) -> int:
-        """Return how many of its tokens the task may append now; 0 when it must wait for a later forward.
-
-        All rows of a task, and its tree, come from one forward, so the last piece is never shorter than they are.
-        """
-        num_left = len(task.tokens)
-        if _is_short(task):
-            return num_left if num_left <= self._num_free else 0
-        num_free = min(self._num_free, self._num_free_prefill)
-        return num_left if num_left <= num_free else max(0, min(num_free, num_left - task.num_together))
-
-    def add(self, task: TaskT, num_tokens: int) -> None:
-        """Put the task's next `num_tokens` tokens into the forward."""
-        self.feeds.append((task, task.next_feed(num_tokens)))
-        self._num_free -= num_tokens
-        if not _is_short(task):
-            self._num_free_prefill -= num_tokens
-
-
-def _is_short(task: Task[Any]) -> bool:
-    """Whether the task's remaining tokens come in one piece and do not count as prefill."""
-    return len(task.tokens) <= max(DECODING_TOKENS, task.num_together)

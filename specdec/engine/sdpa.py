@@ -32,22 +32,21 @@ class Part:
     """One segment, where its slots lie, and its masks."""
 
     def __init__(self, segment: Segment, first_slot: int) -> None:
-        self.num_tokens = segment.num_tokens
+        self.num_tokens, self.total = segment.num_tokens, segment.total
         self.first_slot = first_slot
         self.written = slice(first_slot + segment.past, first_slot + segment.total)
         self._segment = segment
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
-    def visible(self, window: int | None) -> slice:
-        """Return the slots, counted from the sequence's first, that any of the new tokens sees."""
-        segment = self._segment
-        return slice(0 if window is None else max(0, segment.past + 1 - window), segment.total)
+    def first_visible(self, window: int | None) -> int:
+        """Return the first slot, counted from the sequence's first, that any of the new tokens sees."""
+        return 0 if window is None else max(0, self._segment.past + 1 - window)
 
     def mask(self, window: int | None, repeats: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return the additive mask [repeats * num_tokens, visible], or None where every new token sees everything."""
         if self.num_tokens == 1:
             return None
-        if window is not None and window >= self._segment.total:
+        if window is not None and window >= self.total:
             window = None
         key = (window, repeats)
         if key not in self._masks:
@@ -55,7 +54,7 @@ class Part:
         return self._masks[key]
 
     def _build_mask(self, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        segment, first = self._segment, self.visible(window).start
+        segment, first = self._segment, self.first_visible(window)
         mask = like.new_full((segment.num_tokens, segment.total - first), float("-inf"))  # [new tokens, visible]
         mask.triu_(segment.past - first + 1)
         if segment.parents:
@@ -104,10 +103,9 @@ class SdpaPlan:
 
 def _attend_part(part: Part, layer: LayerPool, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Attend from one sequence's new tokens to all that it holds: [new, heads, size] -> [new, heads, value_size]."""
-    visible = part.visible(options.window)
-    first, size = part.first_slot + visible.start, visible.stop - visible.start
-    keys = layer.keys_by_head.narrow(2, first, size)
-    values = layer.values_by_head.narrow(2, first, size)
+    first = part.first_visible(options.window)
+    keys = layer.keys_by_head.narrow(2, part.first_slot + first, part.total - first)
+    values = layer.values_by_head.narrow(2, part.first_slot + first, part.total - first)
     if options.softcap is None and options.sinks is None:
         return _attend_fast(part, query, keys, values, options)
     return _attend_plainly(part, query, keys, values, options)

@@ -163,10 +163,11 @@ class Sequence:
         Cached tokens after `start` that equal `tokens` are kept if `start` is where the pending tree hangs from (along
         any path of the tree), with `match` (from wherever), and where the pending round began with the same `start`
         (as many as it kept then, so that a repeated message feeds what it fed before). Then `num_committed` tokens
-        count as committed. Raises CacheMiss if fewer than `start` tokens are cached as one text.
+        count as committed. Raises CacheMiss, with the number of committed tokens, if fewer than `start` tokens are
+        cached as one text.
         """
         if start > self.num_linear:
-            raise CacheMiss(self.num_linear, start)
+            raise CacheMiss(min(self._num_committed, self.length), start)  # the rest was only a draft
         path = self._path(start, tokens)[: self._num_to_keep(start, match)]
         kept = max(0, min(start + len(path), start + len(tokens) - min_fed))
         fed = [*self._tokens[kept:start], *tokens[max(0, kept - start) :]]

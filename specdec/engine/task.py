@@ -180,7 +180,7 @@ class Submission(Generic[ResultT]):
         self.arrived_s = time.perf_counter()
         self.event_loop = asyncio.get_running_loop()
         self.future: asyncio.Future[ResultT] = self.event_loop.create_future()
-        self.abandoned = False  # nobody awaits it any more
+        self.abandoned = False  # no coroutine awaits it any more
         self.has_outcome = False
         self.result: Any = None
         self.error: BaseException | None = None
@@ -190,7 +190,7 @@ class Submission(Generic[ResultT]):
         self.has_outcome, self.result, self.error = True, result, error
 
     def deliver(self) -> None:
-        """Wake whoever awaits the task; called on its event loop."""
+        """Wake the coroutine that awaits the task; called on its event loop."""
         if self.future.done():
             return
         if self.error is not None:

@@ -194,7 +194,7 @@ def test_no_more_are_evicted_than_needed() -> None:
     assert [sequence.key for sequence in store.cache.sequences] == ["c", "d", "new"]
 
 
-def test_full_cache_evicts_nobody_in_vain() -> None:
+def test_full_cache_evicts_nothing_in_vain() -> None:
     store = Store(3)
     idle, pinned = store.cache.open("idle"), store.cache.open("pinned")
     store.append(idle, [1])

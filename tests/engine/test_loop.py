@@ -24,7 +24,7 @@ from specdec.engine import (
     Task,
     TaskState,
 )
-from specdec.engine.schedule import DECODING_TOKENS
+from specdec.engine.batch import DECODING_TOKENS
 from specdec.exact.tree import path_to
 from tests.engine.tiny_models import load
 from tests.support import architectures
@@ -434,6 +434,18 @@ async def test_forgotten_sequences_are_freed_when_idle() -> None:
         assert await futures[0] == generated([2] * 30, 3)
         await loop.run(Generation("last", [1]))
         assert {sequence.key for sequence in model.cache.sequences} == {"plug", "last"}
+
+
+async def test_forgotten_sequences_are_not_found_later() -> None:
+    model = ToyModel()
+    async with engine(model) as loop:
+        await loop.run(Generation("a", [1] * 30))
+        async with standing_still(model, loop):
+            loop.forget("a")
+            (late,) = await submitted(loop, Generation("a", [2], start=20))
+        with pytest.raises(CacheMiss) as missed:
+            await late
+        assert missed.value.cached_len == 0
 
 
 async def test_event_loop_runs_during_forwards() -> None:

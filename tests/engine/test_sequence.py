@@ -136,11 +136,11 @@ def test_speculation_keeps_the_base(texts: Texts) -> None:
 
 
 def test_missing_prefix_is_reported(texts: Texts) -> None:
-    texts.append([10, 11])
+    texts.append([10, 11, 20], num_committed=2)
     with pytest.raises(CacheMiss) as missed:
-        texts.resume(3, [12])
-    assert missed.value.cached_len == 2
-    assert texts.contents == [10, 11]
+        texts.resume(4, [12])
+    assert missed.value.cached_len == 2, "20 is only a draft"
+    assert texts.contents == [10, 11, 20]
 
 
 def test_branches_are_not_a_prefix(texts: Texts) -> None:
@@ -148,7 +148,7 @@ def test_branches_are_not_a_prefix(texts: Texts) -> None:
     assert texts.sequence.num_linear == 4
     with pytest.raises(CacheMiss) as missed:
         texts.resume(5, [99])
-    assert missed.value.cached_len == 4
+    assert missed.value.cached_len == 3
 
 
 class TestRepeatedMessage:
