@@ -20,11 +20,11 @@ PROMPT = [7] * 120
 
 
 class SlowForwards:
-    """Lets a model's forwards pass one by one."""
+    """Lets some of a model's forwards pass, and the others when it is opened."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_passing: int = 0) -> None:
         self.num_begun = 0
-        self._turns = threading.Semaphore(0)
+        self._turns = threading.Semaphore(num_passing)
         self._is_open = False
         forward = LanguageModel.forward
 
@@ -89,6 +89,28 @@ async def test_cancelling_stops_a_long_prefill(
         await until(lambda: kv_usage() == 0)
         assert forwards.num_begun == 1, "the second half of the prompt is not read"
         await stream.aclose()
+
+
+async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rounds that were committed before the one that is cut."""
+    address, model = target
+    forwards = SlowForwards(monkeypatch, num_passing=5)
+    async with (
+        serving_coordinator(target=address, draft="", tokenizer=str(model)) as served,
+        Client(served) as client,
+    ):
+        sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
+        stream = client.generate([7] * 10, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0))
+        chunks = [await anext(stream)]
+        await until(lambda: forwards.num_begun == 6)
+        assert kv_usage() > 0
+        await client.cancel(chunks[0].session_id)
+        chunks += [chunk async for chunk in stream]
+        assert chunks[-1].finish
+        assert chunks[-1].finish.reason is FinishReason.CANCELLED
+        assert sum(len(chunk.tokens) for chunk in chunks) == 5
+        forwards.open()
+        await until(lambda: kv_usage() == 0)
 
 
 async def session_of(redis_url: str) -> str:
