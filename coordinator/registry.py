@@ -42,6 +42,7 @@ class RunningGenerations:
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
         self._entries: dict[str, _Entry] = {}
+        self._closing: set[asyncio.Task[None]] = set()  # generations that are over and still tell the workers
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -78,14 +79,15 @@ class RunningGenerations:
             if not entry.num_followers:
                 # at once: a client that joins from here on claims the session, and fences what is still ending here
                 self._remove(session_id, entry)
-                await asyncio.shield(_stopped(entry))
+                await asyncio.shield(self._pause(entry))
 
     async def stop(self) -> None:
         """End all rounds; sessions stay in the store."""
         entries = list(self._entries.items())
         for session_id, entry in entries:
             self._remove(session_id, entry)
-        await asyncio.gather(*(_stopped(entry) for _, entry in entries))
+        await asyncio.gather(*(self._pause(entry) for _, entry in entries))
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _add(self, session_id: str, start: Start) -> _Entry:
         self.check_room(session_id)
@@ -98,9 +100,10 @@ class RunningGenerations:
             del self._entries[session_id]
             metrics.NUM_RUNNING.set(len(self._entries))
 
-
-async def _stopped(entry: _Entry) -> None:
-    """End an entry's rounds."""
-    (started,) = await asyncio.gather(entry.running, return_exceptions=True)
-    if isinstance(started, RunningGeneration):
-        await started.stop()
+    async def _pause(self, entry: _Entry) -> None:
+        """End an entry's rounds."""
+        (started,) = await asyncio.gather(entry.running, return_exceptions=True)
+        closing = await started.stop() if isinstance(started, RunningGeneration) else None
+        if closing:
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)

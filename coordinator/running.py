@@ -59,6 +59,7 @@ class RunningGeneration:
         self._changed = asyncio.Event()  # of now; another one after each change
         self._error: Exception | None = None
         self._interruption: Exception | None = None
+        self._has_ended = False  # the rounds; the workers may still have to be told
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -69,7 +70,7 @@ class RunningGeneration:
     @property
     def silent_s(self) -> float:
         """Seconds since the last commit while rounds are running, else 0."""
-        running = self._task is not None and not self._task.done()
+        running = self._task is not None and not self._has_ended
         return time.perf_counter() - self._published_at if running else 0.0
 
     def start(self, workers: WorkerHandles) -> None:
@@ -78,15 +79,16 @@ class RunningGeneration:
 
     def interrupt(self, reason: Exception) -> None:
         """End the round in flight and all others; SessionCancelled ends the session, anything else fails followers."""
-        if self._task and not self._task.done() and self._interruption is None:
+        if self._task and not self._has_ended and self._interruption is None:
             self._interruption = reason
             self._task.cancel()
 
-    async def stop(self) -> None:
-        """End the rounds; a commit in flight is awaited."""
-        if self._task:
+    async def stop(self) -> "asyncio.Task[None] | None":
+        """End the rounds; a commit in flight is awaited. Return the task that still tells the workers, if one does."""
+        if self._task and not self._has_ended:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        return self._task if self._task and not self._task.done() else None
 
     def holds(self, offset: int, digest: bytes) -> bool:
         """Say whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
@@ -129,6 +131,7 @@ class RunningGeneration:
             self._end(self._interruption or Unavailable("this coordinator stopped the session; resume it"))
         except Exception as error:
             self._end(error)
+        self._has_ended = True
         try:
             if self._is_complete:
                 await workers.close()
@@ -153,6 +156,8 @@ class RunningGeneration:
 
     def _end(self, reason: Exception) -> None:
         """End at what is committed, or tell followers why it goes no further."""
+        if self._is_complete:
+            return
         if isinstance(reason, SessionCancelled):
             self.generation.cut(self._num_published, FinishReason.CANCELLED)
         else:
