@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from coordinator.draft import DraftWorkers
 from coordinator.target import TargetWorkers
@@ -14,6 +15,8 @@ ASK_AGAIN_S = 1.0  # while a kind of worker does not answer, and at the earliest
 REFRESH_S = 15.0  # while it does
 NUM_ROUTES = 8  # by which targets are asked: a model that half of the workers serve is missed in 1 of 256
 FORGET_AFTER = 2  # rounds of questions without an answer
+
+T = TypeVar("T")
 
 
 class ServedModels:
@@ -135,7 +138,7 @@ class WorkerCapabilities:
 
     async def _target_model(self, route: int) -> ModelInfo | SpecdecError:
         try:
-            return await self._target_workers.describe(route)
+            return await _described(self._target_workers.describe(route))
         except SpecdecError as error:
             return error
 
@@ -144,9 +147,20 @@ class WorkerCapabilities:
             return
         did_answer = self._draft_answers
         try:
-            self._drafters = await self._draft_workers.describe()
+            self._drafters = await _described(self._draft_workers.describe())
             self._draft_answers = True
         except SpecdecError:
             self._draft_answers = False
         if did_answer != self._draft_answers:
             get_logger().info("draft_workers", answering=self._draft_answers, drafters=list(self._drafters))
+
+
+async def _described(call: Awaitable[T]) -> T:
+    """Return a worker's answer. Raises SpecdecError; what a worker answers must not end this coordinator."""
+    try:
+        return await call
+    except SpecdecError:
+        raise
+    except Exception as error:
+        get_logger().error("malformed_description", exc_info=error)
+        raise Unavailable("a worker described itself against the contract") from error

@@ -20,7 +20,7 @@ from specdec.channel import MAX_MESSAGE_BYTES
 from specdec.errors import Internal, InvalidArgument, SpecdecError, Unavailable
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
-from specdec.serving.telemetry import configure_logs, get_logger, serve_metrics
+from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
 
 MAX_METADATA_BYTES = 16 << 10
 
@@ -211,6 +211,7 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
 async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:
     """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
     configure_logs(name, settings.log_level, settings.log_format)
+    asyncio.get_running_loop().set_exception_handler(log_unhandled)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
