@@ -1,18 +1,22 @@
 """What the workers of this coordinator serve: the target models, the drafters, and whether they fit together."""
 
 import asyncio
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from coordinator.draft import DraftWorkers
 from coordinator.target import TargetWorkers
 from specdec.errors import InvalidArgument, Mismatch, SpecdecError, Unavailable
+from specdec.retry import RetryPolicy
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo
 
-ASK_AGAIN_S = 1.0  # while a kind of worker does not answer, and at the earliest
+RETRY = RetryPolicy(first_s=0.2, maximum_s=2.0)  # while a kind of worker does not answer
 REFRESH_S = 15.0  # while it does
+MIN_WAIT_S = 0.5  # however often the workers seem to have changed
 NUM_ROUTES = 8  # by which targets are asked: a model that half of the workers serve is missed in 1 of 256
 FORGET_AFTER = 2  # rounds of questions without an answer
 
@@ -98,8 +102,10 @@ class WorkerCapabilities:
 
     async def ready(self) -> None:
         """Return once a target worker answered, and the draft workers had one chance to."""
-        while not await self._ask_target():  # noqa: ASYNC110  # there is no event: the other side is a network away
-            await asyncio.sleep(ASK_AGAIN_S)
+        num_failures = 0
+        while not await self._ask_target():
+            num_failures += 1
+            await asyncio.sleep(_pause_s(num_failures))
         await self._ask_draft()
 
     def ask_soon(self) -> None:
@@ -108,19 +114,18 @@ class WorkerCapabilities:
 
     async def watch(self) -> None:
         """Keep asking, for ever."""
+        num_failures = 0
         while True:
-            await asyncio.sleep(ASK_AGAIN_S)
-            await self._wait(REFRESH_S if self._draft_answers or not self._draft_workers else 0.0)
-            await self._ask_target()
-            await self._ask_draft()
+            await self._wait(_pause_s(num_failures) if num_failures else REFRESH_S)
+            answered = [await self._ask_target(), await self._ask_draft()]
+            num_failures = 0 if all(answered) else num_failures + 1
 
     async def _wait(self, seconds: float) -> None:
-        """Wait so long, or until the workers have changed."""
-        try:
+        """Wait so long, or until the workers have changed, but not too little."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._outdated.wait()
-        except TimeoutError:
-            pass
+                await asyncio.sleep(MIN_WAIT_S)
         self._outdated.clear()
 
     async def _ask_target(self) -> bool:
@@ -142,9 +147,9 @@ class WorkerCapabilities:
         except SpecdecError as error:
             return error
 
-    async def _ask_draft(self) -> None:
+    async def _ask_draft(self) -> bool:
         if self._draft_workers is None:
-            return
+            return True
         did_answer = self._draft_answers
         try:
             self._drafters = await _described(self._draft_workers.describe())
@@ -153,6 +158,11 @@ class WorkerCapabilities:
             self._draft_answers = False
         if did_answer != self._draft_answers:
             get_logger().info("draft_workers", answering=self._draft_answers, drafters=list(self._drafters))
+        return self._draft_answers
+
+
+def _pause_s(num_failures: int) -> float:
+    return RETRY.pause_s(num_failures, 0.0, random.random()) or 0.0
 
 
 async def _described(call: Awaitable[T]) -> T:

@@ -1,5 +1,6 @@
 """The draft workers as the coordinator sees them: what they offer, and proposals, or none where nobody answers."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from specdec import messages
 from specdec.errors import Fenced, InvalidArgument, SpecdecError, Unavailable
 from specdec.exact import codec
 from specdec.exact.values import Proposal
+from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 NO_PROPOSAL = Proposal()
-PAUSE_S = (0.25, 8.0)  # without a draft worker: first and longest pause before it is asked again
+RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
+REFUSED_FAILURES = 8  # what a worker refuses outright it will refuse again: wait longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class SessionDrafter:
         self._stream = stream
         self._limits = limits
         self._on_failure = on_failure
-        self._pause_s = PAUSE_S[0]
+        self._num_failures = 0
         self._ask_again_at = 0.0
 
     @property
@@ -110,7 +113,7 @@ class SessionDrafter:
         except SpecdecError as error:
             self._fail(error)
             return Drafted(elapsed_s=time.perf_counter() - begin)
-        self._pause_s = PAUSE_S[0]
+        self._num_failures = 0
         return Drafted(proposal, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
 
     async def _propose(
@@ -128,11 +131,9 @@ class SessionDrafter:
             raise Unavailable(f"a draft worker answered against the contract: {error}") from error
 
     def _fail(self, error: SpecdecError) -> None:
-        """Do without for a while; what the worker refuses outright it will refuse again, so wait longest then."""
-        if isinstance(error, InvalidArgument | Fenced):
-            self._pause_s = PAUSE_S[1]
-        self._ask_again_at = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
+        """Do without for a while."""
+        self._num_failures += REFUSED_FAILURES if isinstance(error, InvalidArgument | Fenced) else 1
+        self._ask_again_at = time.monotonic() + (RETRY.pause_s(self._num_failures, 0.0, random.random()) or 0.0)
         self._on_failure(error)
 
     def keep(self, num_tokens: int, cached_len: int) -> None:

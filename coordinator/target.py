@@ -18,7 +18,7 @@ from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
-RETRY = RetryPolicy(first_s=0.1, maximum_s=1.0)  # where no target worker answers
+RETRY = RetryPolicy(first_s=0.1, maximum_s=2.0)  # where no target worker answers
 REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where one answers that serves another model
 
 
