@@ -1,7 +1,5 @@
 """`python -m coordinator`: the one place that knows all concrete classes of the coordinator."""
 
-import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -17,8 +15,9 @@ from coordinator.servicer import GenerationServicer
 from coordinator.sessions import SessionStore, open_store
 from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
+from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
-from specdec.serving.server import CannotServe, Server, run_service, supervised
+from specdec.serving.server import Server, run_process, supervised
 from specdec.serving.settings import CoordinatorSettings, load
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.v1 import generation_pb2_grpc
@@ -29,10 +28,7 @@ SERVICE = "specdec.v1.GenerationService"
 def main() -> None:
     """Run the coordinator until it is told to stop; exit with 1 and one sentence if it cannot start."""
     settings = load(CoordinatorSettings, "coordinator")
-    try:
-        asyncio.run(run_service(settings, "coordinator", SERVICE, lambda server: built(settings, server)))
-    except (CannotServe, SpecdecError, OSError, ValueError) as error:
-        sys.exit(f"coordinator: {error}")
+    run_process(settings, "coordinator", "coordinator", SERVICE, lambda server: built(settings, server), SpecdecError)
 
 
 @asynccontextmanager
@@ -40,7 +36,7 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
     """Build the coordinator on a listening server; yield once the store and a target worker answered."""
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(_opened_store(settings))
-        folder = await asyncio.to_thread(tokenizer_folder, settings.tokenizer)
+        folder = await in_background(lambda: tokenizer_folder(settings.tokenizer))
         tokenizer = load_tokenizer(str(folder))
         workers = await _opened_workers(settings, fingerprint(tokenizer), stack)
         running = RunningGenerations(settings.max_sessions)

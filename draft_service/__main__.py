@@ -3,7 +3,6 @@
 Without the drafter `model` nothing here imports torch.
 """
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -11,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from draft_service.drafters import Drafter
 from draft_service.ngram import NgramDrafter
 from draft_service.servicer import DraftServicer
-from specdec.serving.server import CannotServe, Server, run_service
+from specdec.serving.server import Server, run_process
 from specdec.serving.settings import DraftSettings, load
 from specdec.v1 import draft_pb2_grpc
 
@@ -24,9 +23,9 @@ def main() -> None:
     settings = load(DraftSettings, "draft_service")
     try:
         drafter_names(settings)
-        asyncio.run(run_service(settings, "draft", SERVICE, lambda server: built(settings, server)))
-    except (CannotServe, OSError, ValueError) as error:
+    except ValueError as error:
         sys.exit(f"draft_service: {error}")
+    run_process(settings, "draft_service", "draft", SERVICE, lambda server: built(settings, server))
 
 
 def drafter_names(settings: DraftSettings) -> list[str]:

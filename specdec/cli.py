@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Annotated, Any, Literal, NoReturn
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its own log is not for people
@@ -262,13 +262,14 @@ def up(
 async def _serve(options: local.Options) -> None:
     """Run until a signal, then end the services in order; a second signal does not wait for them."""
     printer = terminal.LogPrinter(is_coloured=terminal.is_coloured(sys.stderr, os.environ))
-    stack = local.running(options, printer)
+    progress = local.Progress(printer, sys.stderr) if sys.stderr.isatty() else None
+    stack = local.running(options, progress or printer)
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, _interrupt, task, stack)
     with suppress(asyncio.CancelledError):
-        async with stack:
+        async with progress.shown() if progress else nullcontext(), stack:
             print(f"specdec ready on {stack.address}", flush=True)
             await stack.wait()
 

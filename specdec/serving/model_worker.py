@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +14,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
 from specdec.errors import Internal, Unavailable
+from specdec.serving.background import in_background
 from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.server import Server, supervised
 from specdec.serving.settings import ModelSettings
 from specdec.serving.telemetry import get_logger
-from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
+from specdec.serving.tokenizer import fingerprint, is_here, load_tokenizer, num_token_ids, tokenizer_folder
 from specdec.types import ModelInfo
 
 STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
@@ -32,7 +34,11 @@ async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel,
     """
     torch.set_num_threads(settings.num_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
-    return await asyncio.to_thread(_load, settings, name)
+    begin = time.perf_counter()
+    get_logger().info("loading" if is_here(name) else "downloading", model=name)
+    loaded = await in_background(lambda: _load(settings, name))
+    get_logger().info("loaded", model=name, elapsed_s=round(time.perf_counter() - begin, 2))
+    return loaded
 
 
 def _load(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:

@@ -7,6 +7,7 @@ SIGTERM: not serving, drain, close.
 import asyncio
 import gc
 import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES
 from specdec.errors import Internal, InvalidArgument, SpecdecError, Unavailable
+from specdec.serving.background import leave
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
 from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
@@ -206,6 +208,18 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
             await server.stop()
     finally:
         await server.grpc.stop(0)
+
+
+def run_process(
+    settings: ServiceSettings, program: str, name: str, service: str, build: Build, *refusals: type[Exception]
+) -> None:
+    """Run one service as this process until it is told to stop; exit with 1 and one sentence for what it refuses."""
+    expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
+    try:
+        asyncio.run(run_service(settings, name, service, build))
+    except expected as error:
+        sys.exit(f"{program}: {error}")
+    leave()
 
 
 async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:

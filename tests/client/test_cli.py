@@ -375,6 +375,13 @@ def test_drafting_can_do_without_a_model_or_be_left_out() -> None:
     assert not plain.draft
 
 
+def test_the_stores_address_is_on_no_command_line() -> None:
+    """It may hold a password, and every user of the machine can read command lines."""
+    command = coordinator_command(Options("t", store="redis://:secret@127.0.0.1/0"), [1], [])
+    assert not any("secret" in flag for flag in command.flags)
+    assert environment_of(command, {})["SPECDEC_STORE"] == "redis://:secret@127.0.0.1/0"
+
+
 def test_each_service_gets_the_variables_that_it_knows() -> None:
     [target, draft] = worker_commands(Options("t", "d", target_threads=3), num_cores=2)
     mine = {"PATH": "/bin", "SPECDEC_ADDRESS": "x", "SPECDEC_LOG_LEVEL": "debug", "SPECDEC_SUPPORT_MAX": "5"}
