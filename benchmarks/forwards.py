@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import hardware
-from specdec.engine import LanguageModel
-from specdec.engine.model import Feed
+from specdec.engine import Feed, LanguageModel, load_language_model
 
 MODELS = Path(__file__).parent.parent / "models"
 CACHED_TOKENS = 300
@@ -64,7 +63,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(hardware())
     for name in flags.models:
-        model = LanguageModel.load(name, kv_cache_bytes=1 << 28)
+        model = load_language_model(name, kv_cache_bytes=1 << 28)
         print(f"\n### {Path(name).name}, {model.dtype}, behind {CACHED_TOKENS} cached tokens\n")
         print(f"| sessions | tokens of each | tight, ms | after a sleep of {1000 * SLEEP_S:g} ms, ms |")
         print("|---|---|---|---|")

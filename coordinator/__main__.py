@@ -13,12 +13,13 @@ from coordinator.requests import RequestLimits
 from coordinator.service import Coordinator, Workers
 from coordinator.servicer import GenerationServicer
 from coordinator.sessions import SessionStore, open_store
+from coordinator.settings import CoordinatorSettings
 from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
 from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
 from specdec.serving.server import Server, run_process, supervised
-from specdec.serving.settings import CoordinatorSettings, load
+from specdec.serving.settings import load
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.v1 import generation_pb2_grpc
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from coordinator.draft import DraftWorkers
+from coordinator.draft import DraftWorkers, OfferedDrafter
 from coordinator.target import TargetWorkers
-from specdec.errors import InvalidArgument, Mismatch, SpecdecError, Unavailable
+from specdec.errors import InvalidArgumentError, ModelMismatchError, SpecdecError, UnavailableError
 from specdec.retry import RetryPolicy
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo
@@ -60,45 +60,51 @@ class WorkerCapabilities:
         self._target_workers, self._draft_workers = target, draft
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._targets = ServedModels()
-        self._drafters: Mapping[str, ModelInfo] = {}  # also those that do not answer now
+        self._drafters: Mapping[str, OfferedDrafter] = {}  # also those that do not answer now
         self._draft_answers = False
         self._outdated = asyncio.Event()
 
     @property
     def target(self) -> ModelInfo:
-        """The target model of new sessions. Raises Unavailable before one answered, Mismatch as `check_tokenizer`."""
+        """The target model of new sessions.
+
+        Raises UnavailableError before one answered, ModelMismatchError as `check_tokenizer`.
+        """
         newest = self._targets.newest
         if newest is None:
-            raise Unavailable("no target worker has answered yet; try again soon")
+            raise UnavailableError("no target worker has answered yet; try again soon")
         self.check_tokenizer(newest)
         return newest
 
     def check_tokenizer(self, model: ModelInfo) -> None:
-        """Raise Mismatch if a target model has another tokenizer than this coordinator."""
+        """Raise ModelMismatchError if a target model has another tokenizer than this coordinator."""
         if model.tokenizer_fingerprint != self._tokenizer_fingerprint:
             problem = f"the target {model.name} has another tokenizer than this coordinator"
-            raise Mismatch(f"{problem}; start the coordinator with --tokenizer {model.name}")
+            raise ModelMismatchError(f"{problem}; start the coordinator with --tokenizer {model.name}")
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """The drafters that answer now."""
         return tuple(self._drafters) if self._draft_answers else ()
 
-    def drafter(self, name: str | None) -> tuple[str, ModelInfo | None]:
+    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
         """Return a drafter, by default the first on offer, and its model; None while no draft worker has answered.
 
-        Raises InvalidArgument for a name that is not on offer, Mismatch if its tokenizer is not the target's.
+        Raises InvalidArgumentError for a name that is not on offer, ModelMismatchError for another tokenizer.
         """
         if not self._drafters:
             return name or "", None
         chosen = name or next(iter(self._drafters))
         if chosen not in self._drafters:
-            raise InvalidArgument({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
-        model = self._drafters[chosen]
+            raise InvalidArgumentError({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
+        offered = self._drafters[chosen]
+        model = offered.model
         if model.tokenizer_fingerprint not in ("", self._tokenizer_fingerprint):
             remedy = "serve a draft of the target's family, or set num_draft_tokens to 0"
-            raise Mismatch(f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}")
-        return chosen, model
+            raise ModelMismatchError(
+                f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}"
+            )
+        return chosen, offered
 
     async def ready(self) -> None:
         """Return once a target worker answered, and the draft workers had one chance to."""
@@ -173,4 +179,4 @@ async def _described(call: Awaitable[T]) -> T:
         raise
     except Exception as error:
         get_logger().error("malformed_description", exc_info=error)
-        raise Unavailable("a worker described itself against the contract") from error
+        raise UnavailableError("a worker described itself against the contract") from error

@@ -15,7 +15,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 
 MAX_RENDERED_CHARACTERS = 4 << 20
 MAX_RENDER_S = 2.0
@@ -74,7 +74,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Return the prompt, ready for the assistant's answer. Raises InvalidArgument for what the template refuses."""
+        """Return the prompt, ready for the answer. Raises InvalidArgumentError if the template refuses it."""
         entries = [{"role": role, "content": content} for role, content in messages]
         try:
             # templates ask `tools is not none`: what is not given is None, as in transformers
@@ -82,11 +82,11 @@ class ChatTemplate:
             return _joined(self._template.generate(**self._special_tokens, **given))
         except (TemplateError, TypeError, ValueError) as error:
             problem = str(error)[:MAX_REASON_CHARACTERS]
-            raise InvalidArgument({"chat": f"is refused by the model's chat template: {problem}"}) from None
+            raise InvalidArgumentError({"chat": f"is refused by the model's chat template: {problem}"}) from None
 
 
 def _joined(pieces: Iterator[str]) -> str:
-    """Join what a template gives, within the limits of time and size. Raises TemplateError, InvalidArgument."""
+    """Join what a template gives, within the limits of time and size. Raises TemplateError, InvalidArgumentError."""
     _deadline.set(time.monotonic() + MAX_RENDER_S)
     texts, size = [], 0
     for piece in pieces:
@@ -94,7 +94,7 @@ def _joined(pieces: Iterator[str]) -> str:
         size += len(piece)
         if size > MAX_RENDERED_CHARACTERS:
             problem = f"renders to more than {MAX_RENDERED_CHARACTERS} characters"
-            raise InvalidArgument({"chat": f"{problem}; send fewer or shorter messages"})
+            raise InvalidArgumentError({"chat": f"{problem}; send fewer or shorter messages"})
         texts.append(piece)
     return "".join(texts)
 

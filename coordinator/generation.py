@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.text import Detokenizer, StopText
 from specdec.exact.randomness import Key, Purpose, uniform, uniforms
-from specdec.exact.values import PositionLogprobs, Proposal, Scores, Uniforms, Verdict
+from specdec.exact.values import Proposal, Scores, Uniforms, Verdict
 from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
 DIGEST_BYTES = 16
@@ -192,10 +192,11 @@ class Generation:
 
 def _entries(proposal: Proposal, scores: Scores, verdict: Verdict) -> list[OutputToken]:
     """Return the round's tokens in order, before any cut."""
-    accepted = [(token, TokenOrigin.ACCEPTED) for token in proposal.tokens[: verdict.num_accepted]]
+    accepted = [(proposal.tokens[index], TokenOrigin.ACCEPTED) for index in verdict.path]
     tokens = [*accepted, (verdict.next_token, verdict.next_origin)]
-    rows: Sequence[PositionLogprobs | None] = scores.logprobs or [None] * len(tokens)
+    positions = [0, *(index + 1 for index in verdict.path)]
+    logprobs = [scores.logprobs[position] if scores.logprobs else None for position in positions]
     return [
-        OutputToken(token, origin, TokenLogprobs(row.by_token[token], row.top) if row else None)
-        for (token, origin), row in zip(tokens, rows[: len(tokens)], strict=True)
+        OutputToken(token, origin, TokenLogprobs(entry.by_token[token], entry.top) if entry else None)
+        for (token, origin), entry in zip(tokens, logprobs, strict=True)
     ]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from coordinator.chat import ChatTemplate
 from coordinator.generation import chain
 from specdec import messages
-from specdec.errors import InvalidArgument, Overloaded
+from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.types import ModelInfo
 from specdec.v1 import generation_pb2
 
@@ -66,7 +66,10 @@ class Prompts:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, request: generation_pb2.GenerateRequest, model: ModelInfo) -> EncodedPrompt:
-        """Return the prompt's tokens. Raises InvalidArgument if they do not fit, Overloaded if many long ones wait."""
+        """Return the prompt's tokens.
+
+        Raises InvalidArgumentError if they do not fit, OverloadedError if many long prompts wait.
+        """
         kind = request.WhichOneof("prompt")
         if kind == "tokens":
             self._check_tokens(request.tokens.ids, model)
@@ -79,20 +82,20 @@ class Prompts:
         if kind == "chat":
             size = _chat_size(request.chat)
             return await self._run(size, lambda: self._encoded(self._render(request.chat), model, special=False))
-        raise InvalidArgument({"prompt": "is missing; set one of text, tokens, chat"})
+        raise InvalidArgumentError({"prompt": "is missing; set one of text, tokens, chat"})
 
     def _check_tokens(self, tokens: Sequence[int], model: ModelInfo) -> None:
         if not tokens:
-            raise InvalidArgument({"tokens": "is empty; give at least one token to continue"})
+            raise InvalidArgumentError({"tokens": "is empty; give at least one token to continue"})
         check_length(len(tokens), model)
         messages.check_tokens(tokens, model.vocab_size, "tokens.ids")
 
     def _check_size(self, field: str, num_bytes: int, model: ModelInfo) -> None:
-        """Raise InvalidArgument for a text that no tokens of a context can hold."""
+        """Raise InvalidArgumentError for a text that no tokens of a context can hold."""
         maximum = min(MAX_PROMPT_BYTES, self._max_token_bytes * model.context_length)
         if num_bytes > maximum:
             problem = f"has {num_bytes} bytes; the maximum is {maximum}"
-            raise InvalidArgument({field: f"{problem} (the model's context holds {model.context_length} tokens)"})
+            raise InvalidArgumentError({field: f"{problem} (the model's context holds {model.context_length} tokens)"})
 
     async def _run(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Return the work's result: at once where it is little, else from a thread when the budget has room for it."""
@@ -100,7 +103,7 @@ class Prompts:
             return work()
         if self.bytes_in_flight + num_bytes > self._max_bytes_in_flight:
             problem = f"{self.bytes_in_flight} bytes of long prompts are being encoded already"
-            raise Overloaded(f"{problem}; try again soon")
+            raise OverloadedError(f"{problem}; try again soon")
         self.bytes_in_flight += num_bytes
         future = self._threads.submit(work)
         loop = asyncio.get_running_loop()
@@ -120,12 +123,12 @@ class Prompts:
         # `encode` would keep the interpreter for itself until it is done
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special) if text else (None,)
         if encoding is None or not encoding.ids:
-            raise InvalidArgument({"text": "is empty; give at least one token to continue"})
+            raise InvalidArgumentError({"text": "is empty; give at least one token to continue"})
         check_length(len(encoding.ids), model)
         return _with_digest(encoding.ids)
 
     def _check_count(self, text: str, model: ModelInfo) -> None:
-        """Raise InvalidArgument for a text that is known to be too long without encoding all of it."""
+        """Raise InvalidArgumentError for a text that is known to be too long without encoding all of it."""
         if len(text) <= MAX_CHARACTERS_PER_TOKEN * model.context_length:
             return
         num_tokens = 0
@@ -136,16 +139,18 @@ class Prompts:
 
     def _render(self, chat: generation_pb2.ChatPrompt) -> str:
         if self._chat_template is None:
-            raise InvalidArgument({"chat": "cannot be rendered: this model has no chat template; send text or tokens"})
+            raise InvalidArgumentError(
+                {"chat": "cannot be rendered: this model has no chat template; send text or tokens"}
+            )
         return self._chat_template.render([(message.role, message.content) for message in chat.messages])
 
 
 def check_length(num_tokens: int, model: ModelInfo, at_least: bool = False) -> None:
-    """Raise InvalidArgument for a prompt that leaves no room in the context."""
+    """Raise InvalidArgumentError for a prompt that leaves no room in the context."""
     if num_tokens >= model.context_length:
         count = f"at least {num_tokens}" if at_least else str(num_tokens)
         problem = f"has {count} tokens; the model's context holds {model.context_length}, completion included"
-        raise InvalidArgument({"prompt": problem})
+        raise InvalidArgumentError({"prompt": problem})
 
 
 def max_token_bytes(tokenizer: Tokenizer) -> int:
@@ -161,16 +166,16 @@ def max_token_bytes(tokenizer: Tokenizer) -> int:
 
 
 def _chat_size(chat: generation_pb2.ChatPrompt) -> int:
-    """Return the bytes of all messages. Raises InvalidArgument for too many, too long, or none."""
+    """Return the bytes of all messages. Raises InvalidArgumentError for too many, too long, or none."""
     if not 1 <= len(chat.messages) <= MAX_MESSAGES:
-        raise InvalidArgument({"chat.messages": f"has {len(chat.messages)} messages; give 1 to {MAX_MESSAGES}"})
+        raise InvalidArgumentError({"chat.messages": f"has {len(chat.messages)} messages; give 1 to {MAX_MESSAGES}"})
     longest = max(len(message.role) for message in chat.messages)
     if longest > MAX_ROLE_CHARACTERS:
         problem = f"has a role of {longest} characters; the maximum is {MAX_ROLE_CHARACTERS}"
-        raise InvalidArgument({"chat.messages": problem})
+        raise InvalidArgumentError({"chat.messages": problem})
     size = chat.ByteSize()
     if size > MAX_PROMPT_BYTES:
-        raise InvalidArgument({"chat": f"has {size} bytes; the maximum is {MAX_PROMPT_BYTES}"})
+        raise InvalidArgumentError({"chat": f"has {size} bytes; the maximum is {MAX_PROMPT_BYTES}"})
     return size
 
 

@@ -1,4 +1,4 @@
-"""The connection to Redis: bounded, waiting, retried; what goes wrong becomes Unavailable in one sentence."""
+"""The connection to Redis: bounded, waiting, retried; what goes wrong becomes UnavailableError in one sentence."""
 
 import asyncio
 import random
@@ -12,7 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import AbstractBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
-from specdec.errors import Unavailable
+from specdec.errors import UnavailableError
 from specdec.retry import RetryPolicy
 
 SOCKET_TIMEOUT_S = 2.0
@@ -23,7 +23,7 @@ MAX_WAIT_S = 15.0  # for one of them to end: longer than a call with all of its 
 
 
 Script = Callable[[list[str], list[Any]], Awaitable[Any]]
-"""A Lua script, as a function of its keys and arguments. It raises Unavailable."""
+"""A Lua script, as a function of its keys and arguments. It raises UnavailableError."""
 
 
 def read_script(name: str) -> str:
@@ -49,7 +49,7 @@ class RedisClient:
         return lambda keys, arguments: self._call(lambda: script(keys=keys, args=arguments))
 
     async def ping(self) -> None:
-        """Return once Redis answered. Raises Unavailable."""
+        """Return once Redis answered. Raises UnavailableError."""
         await self._call(self.redis.ping)
 
     async def close(self) -> None:
@@ -62,14 +62,14 @@ class RedisClient:
                 waiting.reschedule(None)
                 return await call()
         except TimeoutError as error:
-            raise Unavailable("the session store is slow, and too many calls wait for it; try again") from error
+            raise UnavailableError("the session store is slow, and too many calls wait for it; try again") from error
         except (AuthenticationError, ResponseError) as error:
             message = f"the session store refuses ({error}); see to its address, password and rights"
-            raise Unavailable(message) from error
+            raise UnavailableError(message) from error
         except RedisError as error:
             kind = type(error).__name__
             message = f"the session store does not answer ({kind}); what was committed is safe, try again"
-            raise Unavailable(message) from error
+            raise UnavailableError(message) from error
 
 
 class PolicyBackoff(AbstractBackoff):

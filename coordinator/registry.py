@@ -12,7 +12,7 @@ from typing import Any
 
 from coordinator import metrics
 from coordinator.running import RunningGeneration
-from specdec.errors import Overloaded
+from specdec.errors import OverloadedError
 
 Start = Callable[[], Coroutine[Any, Any, RunningGeneration]]
 """Claims a session that does not run here, and starts it."""
@@ -58,15 +58,15 @@ class RunningGenerations:
         return [running for running in started if running and running.silent_s >= seconds]
 
     def check_room(self, session_id: str) -> None:
-        """Raise Overloaded if this session does not run here and no other may be added."""
+        """Raise OverloadedError if this session does not run here and no other may be added."""
         if session_id not in self._entries and len(self._entries) >= self._maximum:
-            raise Overloaded(f"{self._maximum} sessions run here already; try again soon")
+            raise OverloadedError(f"{self._maximum} sessions run here already; try again soon")
 
     @asynccontextmanager
     async def attach(self, session_id: str, start: Start) -> AsyncIterator[RunningGeneration]:
         """Give the session's generation, which runs at least until the context ends.
 
-        Raises Overloaded if too many run already, and what `start` raises.
+        Raises OverloadedError if too many run already, and what `start` raises.
         """
         entry = self._entries.get(session_id)
         if entry is None or entry.has_failed:

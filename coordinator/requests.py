@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from coordinator.generation import Limits
 from coordinator.prompts import EncodedPrompt, Prompts
 from specdec import messages
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
@@ -37,11 +37,10 @@ class Plan:
 
     def stored(self) -> bytes:
         """Return what the store keeps beside the tokens."""
-        request = generation_pb2.GenerateRequest(sampling=messages.sampling_to_proto(self.sampling))
-        if self.speculation.num_draft_tokens is not None:
-            request.speculation.num_draft_tokens = self.speculation.num_draft_tokens
-        if self.speculation.drafter:
-            request.speculation.drafter = self.speculation.drafter
+        request = generation_pb2.GenerateRequest(
+            sampling=messages.sampling_to_proto(self.sampling),
+            speculation=messages.speculation_to_proto(self.speculation),
+        )
         return request.SerializeToString()
 
 
@@ -54,7 +53,7 @@ def restored(data: bytes) -> tuple[SamplingParams, SpeculationParams]:
 async def plan(
     request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, limits: RequestLimits
 ) -> Plan:
-    """Check a request as a whole, the cheap parts first. Raises InvalidArgument, Overloaded."""
+    """Check a request as a whole, the cheap parts first. Raises InvalidArgumentError, OverloadedError."""
     check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
     check_id("speculation.drafter", request.speculation.drafter, MAX_NAME_CHARACTERS)
     sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
@@ -66,15 +65,15 @@ async def plan(
 
 
 def check_id(field: str, value: str, maximum: int) -> None:
-    """Raise InvalidArgument for an id or name that is too long; its value is not repeated."""
+    """Raise InvalidArgumentError for an id or name that is too long; its value is not repeated."""
     if len(value) > maximum:
-        raise InvalidArgument({field: f"has {len(value)} characters; the maximum is {maximum}"})
+        raise InvalidArgumentError({field: f"has {len(value)} characters; the maximum is {maximum}"})
 
 
 def known_session(session_id: str) -> str:
-    """Return a session's id as a client sent it. Raises InvalidArgument for what cannot be one."""
+    """Return a session's id as a client sent it. Raises InvalidArgumentError for what cannot be one."""
     if not session_id:
-        raise InvalidArgument({"session_id": "is empty; take it from a chunk of the session"})
+        raise InvalidArgumentError({"session_id": "is empty; take it from a chunk of the session"})
     check_id("session_id", session_id, MAX_NAME_CHARACTERS)
     return session_id
 
@@ -83,15 +82,15 @@ def _check_draft_length(speculation: SpeculationParams, limits: RequestLimits) -
     count = speculation.num_draft_tokens
     if count is not None and count > limits.max_draft_tokens:
         problem = f"is {count}; this server's limit is {limits.max_draft_tokens}"
-        raise InvalidArgument({"speculation.num_draft_tokens": problem})
+        raise InvalidArgumentError({"speculation.num_draft_tokens": problem})
 
 
 def resolved(sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
-    """Fill in the seed, and cap the length. Raises InvalidArgument for a length past the server's limit."""
+    """Fill in the seed, and cap the length. Raises InvalidArgumentError for a length past the server's limit."""
     wanted = sampling.max_new_tokens or max_new_tokens
     if wanted > max_new_tokens:
         problem = f"is {wanted}; this server's limit is {max_new_tokens}"
-        raise InvalidArgument({"sampling.max_new_tokens": problem})
+        raise InvalidArgumentError({"sampling.max_new_tokens": problem})
     seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
     return replace(sampling, seed=seed, max_new_tokens=wanted)
 

@@ -6,23 +6,30 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from coordinator import metrics
+from coordinator.acceptance import AcceptanceRule
 from coordinator.draft import NoDrafter, SessionDrafter
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Chunk, Generation, Round
-from coordinator.rounds import run_rounds
+from coordinator.rounds import RoundParts, run_rounds
 from coordinator.sessions import Session, SessionCancelled, SessionStore
-from coordinator.target import Scorer
-from specdec.errors import Unavailable
+from coordinator.target import SessionScorer
+from specdec.errors import UnavailableError
 from specdec.types import FinishReason, Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandles:
-    """The streams to the workers that one session uses, and how it chooses K."""
+    """A session's streams to its workers, and what its rounds are played with."""
 
-    scorer: Scorer
+    scorer: SessionScorer
     drafter: SessionDrafter | NoDrafter
+    rule: AcceptanceRule
     draft_length: DraftLength
+
+    @property
+    def parts(self) -> RoundParts:
+        """What the rounds need of them."""
+        return RoundParts(self.drafter, self.scorer, self.rule, self.draft_length)
 
     async def close(self) -> None:
         """End the session at the workers, so that they free its cache."""
@@ -30,8 +37,8 @@ class WorkerHandles:
 
     def abandon(self) -> None:
         """Leave the workers their caches, for the coordinator that resumes the session."""
-        self.scorer.drop()
-        self.drafter.drop()
+        self.scorer.abandon()
+        self.drafter.abandon()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +86,10 @@ class RunningGeneration:
 
     def interrupt(self, reason: Exception) -> None:
         """End the round in flight and all others; SessionCancelled ends the session, anything else fails followers."""
-        if self._task and not self._has_ended and self._interruption is None:
+        if self._interruption is None:
             self._interruption = reason
-            self._task.cancel()
+            if self._task and not self._has_ended:
+                self._task.cancel()
 
     async def stop(self) -> "asyncio.Task[None] | None":
         """End the rounds; a commit in flight is awaited. Return the task that still tells the workers, if one does."""
@@ -122,13 +130,13 @@ class RunningGeneration:
         if self._num_published <= offset and not self._is_complete and self._error:
             raise self._error
         if self._num_published < offset:
-            raise Unavailable("the session ended before the token that the client asks for; resume it again")
+            raise UnavailableError("the session ended before the token that the client asks for; resume it again")
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
-            await run_rounds(self.generation, workers.drafter, workers.scorer, workers.draft_length, self._publish)
+            await run_rounds(self.generation, workers.parts, self._publish)
         except asyncio.CancelledError:
-            self._end(self._interruption or Unavailable("this coordinator stopped the session; resume it"))
+            self._end(self._interruption or UnavailableError("this coordinator stopped the session; resume it"))
         except Exception as error:
             self._end(error)
         self._has_ended = True

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from coordinator import metrics, requests
+from coordinator.acceptance import RULES
 from coordinator.capabilities import WorkerCapabilities
-from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter
+from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, OfferedDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
 from coordinator.generation import Chunk, Generation
 from coordinator.prompts import Prompts
@@ -17,14 +18,15 @@ from coordinator.requests import RequestLimits
 from coordinator.running import Ending, RunningGeneration, WorkerHandles
 from coordinator.sessions import Session, SessionCancelled, SessionStore, Status
 from coordinator.streams import WorkerSession
-from coordinator.target import TargetWorkers
+from coordinator.target import SessionScorer, TargetWorkers
 from coordinator.text import StreamDetokenizer
-from specdec.errors import Fenced, SpecdecError, Unavailable
+from specdec.errors import FencedError, SpecdecError, UnavailableError
 from specdec.serving.telemetry import get_logger
-from specdec.types import ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import AcceptanceRuleName, ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 HEARTBEAT_S = 1.0  # how late a cancellation or takeover at another coordinator is seen
+MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 INLINE_TOKENS = 256  # of a completion that is replayed at once, in some milliseconds
 
 
@@ -69,7 +71,7 @@ class Coordinator:
     async def begin(self, request: generation_pb2.GenerateRequest) -> str:
         """Check a request, create its session unless it exists, and return the session's id.
 
-        Raises InvalidArgument, AlreadyExists, Mismatch, Overloaded.
+        Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
         """
         target = self.capabilities.target
         plan = await requests.plan(request, self._prompts, target, self.limits)
@@ -82,7 +84,8 @@ class Coordinator:
     async def follow(self, session_id: str, offset: int, digest: bytes) -> AsyncGenerator[tuple[Chunk, Ending | None]]:
         """Yield the completion from token `offset` on, running the session here; the last chunk comes with the ending.
 
-        Raises NotFound, Overloaded, DataLoss if the store lacks what the client has, and what ends the rounds.
+        Raises NotFoundError, OverloadedError, DataLossError if the store lacks what the client has, and the error of
+        the rounds.
         """
         while True:
             async with self._running.attach(session_id, partial(self.start, session_id)) as running:
@@ -90,10 +93,10 @@ class Coordinator:
                     async for chunk, ending in running.follow(offset):
                         yield chunk, ending
                     return
-                running.interrupt(Fenced("another coordinator has taken this session over; resume it"))
+                running.interrupt(FencedError("another coordinator has taken this session over; resume it"))
 
     async def read(self, session_id: str) -> StoredSession:
-        """Return a session. Raises NotFound."""
+        """Return a session. Raises NotFoundError."""
         session = await self._store.read(session_id)
         sampling, _ = requests.restored(session.request)
         generation = await self._replayed(session, sampling)
@@ -103,7 +106,7 @@ class Coordinator:
         return StoredSession(session, sampling, generation.text, ending)
 
     async def cancel(self, session_id: str) -> Status:
-        """End a session; return its state after that. Raises NotFound."""
+        """End a session; return its state after that. Raises NotFoundError."""
         status = await self._store.cancel(session_id)
         running = self._running.get(session_id)
         if running and status is Status.CANCELLED:
@@ -119,7 +122,7 @@ class Coordinator:
     async def _check(self, running: RunningGeneration) -> None:
         try:
             await self._store.heartbeat(running.session_id, running.epoch)
-        except Unavailable:
+        except UnavailableError:
             pass  # the commit will say so
         except (SpecdecError, SessionCancelled) as reason:
             running.interrupt(reason)
@@ -127,14 +130,17 @@ class Coordinator:
     async def _owns(self, running: RunningGeneration, offset: int, digest: bytes) -> bool:
         """Ask the store whether this coordinator still owns a session of which a client has more, or other, tokens.
 
-        Raises DataLoss if the store lacks what the client has: memory may be behind, the store never is.
+        Raises DataLossError if the store lacks what the client has: memory may be behind, the store never is.
         """
         session = await self._store.read(running.session_id)
         session.check_position(offset, digest)
         return session.epoch == running.epoch
 
     async def start(self, session_id: str) -> RunningGeneration:
-        """Claim a session and continue it, with the model that its text belongs to. Raises NotFound, Mismatch."""
+        """Claim a session and continue it, with the model that its text belongs to.
+
+        Raises NotFoundError, ModelMismatchError.
+        """
         session = await self._store.claim(session_id, self.capabilities.target)
         sampling, speculation = requests.restored(session.request)
         running = RunningGeneration(session, await self._replayed(session, sampling), self._store)
@@ -149,7 +155,7 @@ class Coordinator:
         return await asyncio.to_thread(self._generation, session, sampling)
 
     def _generation(self, session: Session, sampling: SamplingParams) -> Generation:
-        """Return a session's state, its text replayed. Raises Mismatch if the tokens are of another tokenizer."""
+        """Return a session's state, its text replayed. Raises ModelMismatchError for tokens of another tokenizer."""
         model = self._model(session)
         self.capabilities.check_tokenizer(model)
         return Generation(
@@ -174,15 +180,20 @@ class Coordinator:
         worker_session = WorkerSession(
             session.session_id, session.epoch, sampling, len(session.prompt), model.fingerprint
         )
-        scorer = self._workers.target.open(worker_session, model.vocab_size, self.capabilities.ask_soon)
+        rule = RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN]
         maximum = self.limits.max_draft_tokens
         if self._workers.draft is None or speculation.num_draft_tokens == 0:
-            return WorkerHandles(scorer, NoDrafter(), DraftLength(self._costs[""], maximum, fixed=0))
-        name, draft = self.capabilities.drafter(speculation.drafter)
-        limits = DraftLimits(model.vocab_size, draft.context_length if draft else 0)
-        drafter = self._drafter(self._workers.draft, worker_session, name, limits)
-        costs = self._costs[name if draft else ""]  # a name that no worker has confirmed must not add an entry
-        return WorkerHandles(scorer, drafter, DraftLength(costs, maximum, speculation.num_draft_tokens))
+            scorer = self._scorer(worker_session, model, None)
+            return WorkerHandles(scorer, NoDrafter(), rule, DraftLength(self._costs[""], maximum, fixed=0))
+        name, offered = self.capabilities.drafter(speculation.drafter)
+        scorer = self._scorer(worker_session, model, offered)
+        drafter = self._drafter(self._workers.draft, worker_session, name, _draft_limits(model, offered))
+        costs = self._costs[name if offered else ""]  # a name that no worker has confirmed must not add an entry
+        return WorkerHandles(scorer, drafter, rule, DraftLength(costs, maximum, speculation.num_draft_tokens))
+
+    def _scorer(self, session: WorkerSession, model: ModelInfo, offered: OfferedDrafter | None) -> SessionScorer:
+        observations = offered.observations if offered else None
+        return self._workers.target.open(session, model.vocab_size, observations, self.capabilities.ask_soon)
 
     def _drafter(self, workers: DraftWorkers, session: WorkerSession, name: str, limits: DraftLimits) -> SessionDrafter:
         def note(error: SpecdecError) -> None:
@@ -190,3 +201,11 @@ class Coordinator:
             get_logger().warning("draft_unavailable", session_id=session.session_id, reason=error.reason)
 
         return workers.open(session, name, limits, note)
+
+
+def _draft_limits(model: ModelInfo, offered: OfferedDrafter | None) -> DraftLimits:
+    """Return what a proposal for this target may hold."""
+    if offered is None:
+        return DraftLimits(model.vocab_size)
+    window = MAX_PENDING_OBSERVATIONS if offered.observations else 0
+    return DraftLimits(model.vocab_size, offered.model.context_length, window)

@@ -18,7 +18,7 @@ from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import RedisClient, open_redis
 from specdec import messages
-from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound
+from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError
 from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2, types_pb2
 
@@ -50,12 +50,12 @@ class Session:
     statistics: Statistics
 
     def check_position(self, offset: int, digest: bytes) -> None:
-        """Raise DataLoss if a client that has `offset` tokens with this digest (empty: not compared) has lost some."""
+        """Raise DataLossError if a client's `offset` tokens with this digest (empty: not compared) are not all here."""
         if offset > len(self.emitted):
-            raise DataLoss(f"offset {offset} is past the {len(self.emitted)} tokens that the session store holds")
+            raise DataLossError(f"offset {offset} is past the {len(self.emitted)} tokens that the session store holds")
         base = self.prompt_digest or chain(b"", self.prompt)
         if digest and digest != chain(base, [entry.token for entry in self.emitted[:offset]]):
-            raise DataLoss(f"the session store holds other tokens than the client, up to offset {offset}")
+            raise DataLossError(f"the session store holds other tokens than the client, up to offset {offset}")
 
 
 class SessionCancelled(Exception):
@@ -63,7 +63,7 @@ class SessionCancelled(Exception):
 
 
 class SessionStore:
-    """Sessions in one Redis. Every method raises Unavailable while Redis does not answer."""
+    """Sessions in one Redis. Every method raises UnavailableError while Redis does not answer."""
 
     def __init__(self, redis: RedisClient, ttl_s: float) -> None:
         self._redis = redis
@@ -88,7 +88,7 @@ class SessionStore:
         prompt: EncodedPrompt,
         model: ModelInfo | None = None,
     ) -> None:
-        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExists otherwise.
+        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExistsError otherwise.
 
         `fingerprint` is the request's; `model` is the target that the text will belong to.
         """
@@ -107,21 +107,21 @@ class SessionStore:
         pairs: list[Any] = [item for pair in meta.items() for item in pair]
         arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt.tokens), *pairs]
         if await self._create(keys(session_id), arguments) == b"conflict":
-            raise AlreadyExists("this request_id was used with other parameters; send a new request_id")
+            raise AlreadyExistsError("this request_id was used with other parameters; send a new request_id")
 
     async def claim(self, session_id: str, served: ModelInfo | None = None) -> Session:
-        """Take a session over and return it; one without text takes the model that is `served` now. Raises NotFound."""
+        """Take a session over and return it; without text it takes the model `served` now. Raises NotFoundError."""
         return await self._read(session_id, "1", pack_model(served))
 
     async def read(self, session_id: str) -> Session:
-        """Return a session as it is. Raises NotFound."""
+        """Return a session as it is. Raises NotFoundError."""
         return await self._read(session_id, "0", b"")
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         """Append a round.
 
-        Raises Fenced if another coordinator owns the session, SessionCancelled if it was cancelled, DataLoss if the
-        store holds less than, or other than, what this coordinator committed.
+        Raises FencedError if another coordinator owns the session, SessionCancelled if it was cancelled,
+        DataLossError if the store holds less than, or other than, what this coordinator committed.
         """
         arguments = [
             epoch,
@@ -143,7 +143,7 @@ class SessionStore:
         _check_owner(*await self._heartbeat(keys(session_id), [epoch, self._ttl_ms]))
 
     async def cancel(self, session_id: str) -> Status:
-        """End a session; return its state. Raises NotFound."""
+        """End a session; return its state. Raises NotFoundError."""
         status = await self._cancel(keys(session_id), [])
         if status is None:
             raise _not_found()
@@ -169,15 +169,15 @@ def keys(session_id: str) -> list[str]:
 def _check_owner(outcome: bytes, *facts: bytes) -> None:
     """Raise what a script says against the caller being the owner of a session as the store has it."""
     if outcome == b"fenced":
-        raise Fenced("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
+        raise FencedError("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
     if outcome == b"cancelled":
         raise SessionCancelled
     if outcome not in (b"committed", b"alive"):
-        raise DataLoss("the session store lost what was committed; begin a new session")
+        raise DataLossError("the session store lost what was committed; begin a new session")
 
 
-def _not_found() -> NotFound:
-    return NotFound("there is no such session, or it has expired; begin a new one with Generate")
+def _not_found() -> NotFoundError:
+    return NotFoundError("there is no such session, or it has expired; begin a new one with Generate")
 
 
 def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs: bytes) -> Session:
@@ -186,10 +186,10 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
     split = int(entries[b"prompt_length"])
     completion = all_tokens[split:]
     if len(all_tokens) != int(entries[b"length"]) or len(origins) != len(completion):
-        raise DataLoss("the session store holds only part of this session; begin a new one")
+        raise DataLossError("the session store holds only part of this session; begin a new one")
     details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(completion)
     if len(details) != len(completion):
-        raise DataLoss("the session store holds only part of this session's log probabilities; begin a new one")
+        raise DataLossError("the session store holds only part of this session's log probabilities; begin a new one")
     return Session(
         session_id=session_id,
         epoch=int(entries[b"epoch"]),

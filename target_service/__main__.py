@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 from specdec.engine import EngineError
 from specdec.serving.model_worker import load_model, new_engine, running
 from specdec.serving.server import Server, run_process
-from specdec.serving.settings import TargetSettings, load
+from specdec.serving.settings import load
 from specdec.v1 import target_pb2_grpc
 from target_service.metrics import METRICS
 from target_service.scorer import Scorer
 from target_service.servicer import TargetServicer
+from target_service.settings import TargetSettings
 
 SERVICE = "specdec.v1.TargetService"
 
@@ -25,7 +26,7 @@ def main() -> None:
 async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]:
     """Build the worker on a listening server; yield once the model is loaded."""
     model, info = await load_model(settings, settings.model)
-    scorer = Scorer(info.vocab_size)
+    scorer = Scorer(info.vocab_size, settings.observation_window)
     engine = new_engine(settings, model, scorer)
     METRICS.watch(engine)
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine, scorer, info), server.grpc)

@@ -1,25 +1,35 @@
 """The batched language model that both workers share, and the thread that owns it."""
 
+from specdec.engine.cache import KvCache
+from specdec.engine.contiguous import ContiguousPool
 from specdec.engine.errors import CacheFull, CacheMiss, EngineError, ModelRefused, SequenceTooLong
-from specdec.engine.kv import KvCache, Sequence
-from specdec.engine.loop import Counters, EngineLoop, Load, Processor
-from specdec.engine.model import Feed, LanguageModel
-from specdec.engine.task import Task, Timings
+from specdec.engine.feed import Feed, ForwardOutput
+from specdec.engine.load import load_language_model
+from specdec.engine.loop import EngineLoop, Load, Processor
+from specdec.engine.model import LanguageModel
+from specdec.engine.pool import LayerShape
+from specdec.engine.sequence import Sequence
+from specdec.engine.task import Submission, Task, TaskState, Timings
 
 __all__ = [
     "CacheFull",
     "CacheMiss",
-    "Counters",
+    "ContiguousPool",
     "EngineError",
     "EngineLoop",
     "Feed",
+    "ForwardOutput",
     "KvCache",
     "LanguageModel",
+    "LayerShape",
     "Load",
     "ModelRefused",
     "Processor",
     "Sequence",
     "SequenceTooLong",
+    "Submission",
     "Task",
+    "TaskState",
     "Timings",
+    "load_language_model",
 ]

@@ -7,6 +7,9 @@ EngineError
 └── SequenceTooLong    a sequence would pass the model's context length
 """
 
+import traceback
+from pathlib import Path
+
 
 class EngineError(Exception):
     """Base of everything that the engine raises on purpose."""
@@ -30,3 +33,9 @@ class CacheMiss(EngineError):
 
 class SequenceTooLong(EngineError):
     """The sequence would pass the model's context length."""
+
+
+def where_raised(error: BaseException) -> str:
+    """Return the file and line that raised `error`, for logs: a message may hold tokens, a place does not."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown"

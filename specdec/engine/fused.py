@@ -1,9 +1,8 @@
-"""The forward of Llama and its closest relatives, flat: the same sums in a third of the calls.
+"""Fused forward for Llama-family models: the same sums as transformers' forward in a third of the calls.
 
-A decoding forward reads each weight once for a handful of rows; what it costs beyond that is the number of calls. So
-the projections that read the same input are one product, the norm is one kernel, and nothing is wrapped. Whether it
-computes the same is not believed but checked: every load compares it with transformers' own forward (`check.py`), and
-a model that fails the comparison is served through transformers' forward.
+A decoding forward reads each weight once for a handful of rows; the rest of its cost is the number of calls. So the
+projections that read the same input are one product, the norm is one kernel, and nothing is wrapped. Every load
+compares it with transformers' own forward (`check.py`); a model that fails the comparison is served through the latter.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import AttentionOptions, current_attention
+from specdec.engine.decoder import DecoderOutput, PackedRow
 from specdec.engine.linear import pack_linears, try_prepack
 
 FUSED_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -44,16 +44,27 @@ class FusedDecoder:
         pack_linears(model)
         self._head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
-    def __call__(self, tokens: list[int], positions: list[int], kept_rows: list[int]) -> Rows:
-        """Return the logits of `kept_rows` out of all tokens, [len(kept_rows), vocab_size]."""
-        cos, sin = self._angles.at(positions)
-        hidden: Rows = self._embeddings(self._indices(tokens))
-        for layer in self._layers:
-            hidden = layer(hidden, cos, sin)
-        if len(kept_rows) < len(tokens):
-            hidden = hidden.index_select(0, self._indices(kept_rows))
+    def __call__(self, row: PackedRow) -> DecoderOutput:
+        """See `Decoder`."""
+        hidden, states = self._run_layers(row)
+        if len(row.logit_rows) < len(row.tokens):
+            hidden = hidden.index_select(0, self._indices(row.logit_rows))
         logits: Rows = self._head(self._norm(hidden))
-        return logits
+        return logits, torch.stack(states, dim=1) if states else None
+
+    def _run_layers(self, row: PackedRow) -> tuple[Rows, list[Rows]]:
+        """Return what the last layer gives and, for each of `hidden_layers`, the states of `observed_rows`."""
+        cos, sin = self._angles.at(row.positions)
+        hidden: Rows = self._embeddings(self._indices(row.tokens))
+        observed = self._indices(row.observed_rows) if row.hidden_layers else None
+        states = []
+        for number, layer in enumerate(self._layers):
+            if number in row.hidden_layers:
+                states.append(hidden[observed])
+            hidden = layer(hidden, cos, sin)
+        if len(self._layers) in row.hidden_layers:
+            states.append(self._norm(hidden[observed]))
+        return hidden, states
 
     def _indices(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, device=self._embeddings.weight.device)
@@ -70,7 +81,7 @@ class _Layer:
         window = getattr(attention, "sliding_window", None)
         if type(attention).__name__ == "MistralAttention":
             window = attention.config.sliding_window
-        self._options = AttentionOptions(attention.scaling, window, None, None)
+        self._options = AttentionOptions(attention.scaling, window)
         self._attention_norm = _Norm(layer.input_layernorm)
         self._to_heads = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
         self._head_norm = _HeadNorm(attention, self._num_heads, self._num_kv_heads) if _has_head_norms(layer) else None
@@ -102,7 +113,7 @@ class _Layer:
 
 
 class _Angles:
-    """The rotations of all positions, computed by the model's own module once and for all."""
+    """The rotations of all positions, computed once by the model's own module."""
 
     def __init__(self, rotary: nn.Module, like: torch.Tensor) -> None:
         self._rotary = rotary

@@ -4,10 +4,10 @@ A task's life:
 1. `EngineLoop.run` puts it into the inbox and awaits it on the event loop.
 2. Before the next forward the engine thread takes it up: opens its sequence and calls `prepare`.
 3. Its tokens join the batch: decoding tasks first, then pieces of long prompts up to `prefill_chunk_tokens`.
-4. When its last token is appended the processor gets the task and its logits, with everyone else's who is due.
+4. When its last token is appended the processor gets the task and its logits, together with all others that are due.
 5. The processor ends it, or gives it more tokens (3.). Its end wakes the awaiting coroutine.
-A task that the cache has no room for waits, first come first served, until others end. A task that fails or is
-cancelled takes its own tokens with it: its sequence is as long as when the task began.
+A task that the cache has no room for waits, first come first served, until others end. When a task fails or is
+cancelled, its sequence is truncated to the length that it had when the task began.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ from typing import Any, Generic
 
 import torch
 
-from specdec.engine.errors import EngineError
-from specdec.engine.model import Feed
+from specdec.engine.errors import EngineError, where_raised
+from specdec.engine.feed import Feed, ForwardOutput
 from specdec.engine.schedule import DECODING_TOKENS, Forwards, Schedule, TaskT
-from specdec.engine.task import Task, TaskState
+from specdec.engine.task import Submission, Task
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 Processor = Callable[[list[TaskT], torch.Tensor], None]
 """Takes the tasks that are due and their logits, float32 [sum of num_rows, vocab_size], in the tasks' order.
 
-It runs on the engine thread and ends each task or sets its `tokens` and `num_rows` again. If it raises, all fail."""
+A task's `hidden_states` are set by then. It runs on the engine thread and ends each task or lets it go on with
+`Task.proceed`. If it raises, all of them fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +44,6 @@ class Load:
     num_waiting: int
     num_running: int
     kv_usage: float  # 0 to 1
-
-
-@dataclass(slots=True)
-class Counters:
-    """What the engine has done since its start."""
-
-    num_forwards: int = 0
-    num_tokens: int = 0
-    num_sequences: int = 0  # summed over forwards
-
-    @property
-    def mean_batch_size(self) -> float:
-        """Sequences per forward."""
-        return self.num_sequences / max(1, self.num_forwards)
 
 
 class EngineLoop(Generic[TaskT]):
@@ -75,7 +62,6 @@ class EngineLoop(Generic[TaskT]):
                 f"prefill_chunk_tokens {prefill_chunk_tokens} must lie between {DECODING_TOKENS} and "
                 f"max_batch_tokens {max_batch_tokens}; change one of them"
             )
-        self.counters = Counters()
         self._model = model
         self._processor = processor
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens)
@@ -105,15 +91,15 @@ class EngineLoop(Generic[TaskT]):
         if self._stopping or not self._thread.is_alive():
             raise EngineError("the engine is not running; start it first, or ask another worker")
         self._num_arrived += 1
-        state: TaskState[Any] = TaskState(self._num_arrived)
-        task.take(state)
+        submission: Submission[Any] = Submission(self._num_arrived)
+        task.submit(submission)
         self._inbox.put(task)
         if self._stopping:  # the thread may have emptied the inbox for the last time
             raise EngineError("the engine is stopping; ask another worker")
         try:
-            return await state.future
+            return await submission.future
         except asyncio.CancelledError:
-            state.abandoned = True
+            submission.abandoned = True
             self._call(lambda: None)  # wakes the thread
             raise
 
@@ -124,8 +110,8 @@ class EngineLoop(Generic[TaskT]):
     @property
     def load(self) -> Load:
         """How busy the engine is right now."""
-        num_waiting = self._inbox.qsize() + len(self._schedule.waiting)
-        return Load(num_waiting, len(self._schedule.running), self._model.cache.usage)
+        num_waiting = self._inbox.qsize() + self._schedule.num_waiting
+        return Load(num_waiting, self._schedule.num_running, self._model.cache.usage)
 
     @property
     def last_step_age_s(self) -> float:
@@ -154,8 +140,8 @@ class EngineLoop(Generic[TaskT]):
                 self._step_began_s = time.perf_counter()
                 self._step()
                 self._step_began_s = None
-        except BaseException:
-            logger.exception("the engine thread ended")
+        except BaseException as error:
+            logger.critical("engine_ended", extra={"error": type(error).__name__, "where": where_raised(error)})
             raise
         finally:
             self._stopping = True
@@ -168,25 +154,25 @@ class EngineLoop(Generic[TaskT]):
                 arrival = self._inbox.get(block=block)
                 block = False
                 if isinstance(arrival, Task):
-                    self._schedule.waiting.append(arrival)
+                    self._schedule.add(arrival)
                 else:
                     arrival()
 
     def _step(self) -> None:
-        """Run one forward over whoever is ready, and the processor over whoever is due."""
-        self._drop_abandoned()
+        """Run one forward over the tasks that are ready, and the processor over those that are due."""
+        self._fail_abandoned()
         self._close_forgotten()
         batch = self._schedule.choose_batch()
-        self._tell_ends()  # of those that ended in prepare
+        self._deliver_ends()  # of those that ended in prepare
         if batch:
             self._forward(batch)
-        self._tell_ends()
+        self._deliver_ends()
 
-    def _drop_abandoned(self) -> None:
+    def _fail_abandoned(self) -> None:
         for task in self._schedule.tasks:
-            if task.state.abandoned:
+            if task.submission.abandoned:
                 task.fail(EngineError("cancelled"))
-                self._schedule.end(task)
+        self._deliver_ends()
 
     def _close_forgotten(self) -> None:
         for key in self._forgotten - {task.key for task in self._schedule.tasks}:
@@ -196,23 +182,18 @@ class EngineLoop(Generic[TaskT]):
     def _forward(self, batch: list[tuple[TaskT, Feed]]) -> None:
         began_s = time.perf_counter()
         try:
-            logits = self._model.forward([feed for _, feed in batch])
+            output = self._model.forward([feed for _, feed in batch])
+            _synchronize(output)
         except Exception as error:
             self._fail([task for task, _ in batch], "the forward", error)
             return
-        self._count(batch, time.perf_counter() - began_s)
-        due = [task for task, feed in batch if len(feed.tokens) == len(task.tokens)]
-        for task, feed in batch:
-            task.tokens = task.tokens[len(feed.tokens) :]
-        if due:
-            self._process(due, logits)
-
-    def _count(self, batch: list[tuple[TaskT, Feed]], forward_s: float) -> None:
-        self.counters.num_forwards += 1
-        self.counters.num_sequences += len(batch)
-        for task, feed in batch:
-            self.counters.num_tokens += len(feed.tokens)
+        forward_s = time.perf_counter() - began_s
+        for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s
+            task.note_fed(feed, hidden_states)
+        due = [task for task, _ in batch if not task.tokens]
+        if due:
+            self._process(due, output.logits)
 
     def _process(self, due: list[TaskT], logits: torch.Tensor) -> None:
         try:
@@ -221,35 +202,38 @@ class EngineLoop(Generic[TaskT]):
         except Exception as error:
             self._fail([task for task in due if not task.done], "the processor", error)
         for task in due:
-            self._check_on(task)
+            self._check_processed(task)
 
-    def _check_on(self, task: TaskT) -> None:
-        """Hold a processor to ending the task or giving it tokens that can be fed."""
+    def _check_processed(self, task: TaskT) -> None:
+        """Fail a task that the processor neither ended nor gave tokens that can be fed."""
         try:
             if not task.done:
                 self._schedule.check(task)
         except Exception as error:
             task.fail(error)
 
-    def _fail(self, tasks: list[TaskT], where: str, cause: Exception) -> None:
-        logger.error("%s failed", where, exc_info=cause)
+    def _fail(self, tasks: list[TaskT], stage: str, cause: Exception) -> None:
+        facts = {"stage": stage, "error": type(cause).__name__, "where": where_raised(cause), "num_tasks": len(tasks)}
+        logger.error("engine_tasks_failed", extra=facts)
         for task in tasks:
-            error = EngineError(f"{where} failed: {type(cause).__name__}: {cause}")
+            error = EngineError(f"{stage} failed: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
             task.fail(error)
 
-    def _tell_ends(self) -> None:
-        """Let go of the tasks that are done and wake whoever awaits them."""
-        for task in self._schedule.tasks:
-            if task.done:
-                self._schedule.end(task)
-        for task in self._schedule.ended:
+    def _deliver_ends(self) -> None:
+        """Take out the tasks that are done and wake the coroutines that await them."""
+        for task in self._schedule.end_done():
             with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody awaits the task any more
-                task.state.event_loop.call_soon_threadsafe(task.state.deliver)
-        self._schedule.ended.clear()
+                task.submission.event_loop.call_soon_threadsafe(task.submission.deliver)
 
     def _fail_everything(self) -> None:
         self._take_arrivals(block=False)
         for task in self._schedule.tasks:
             task.fail(EngineError("the engine stopped before the task was done"))
-        self._tell_ends()
+        self._deliver_ends()
+
+
+def _synchronize(output: ForwardOutput) -> None:
+    """Wait for a GPU, so that the time of a forward is the forward's and its errors are raised here."""
+    if output.logits.is_cuda:
+        torch.cuda.synchronize(output.logits.device)

@@ -1,19 +1,17 @@
 """Who takes part in the next forward.
 
 Decoding tasks first, in order of arrival, then pieces of prompts. A task runs from its first forward to its end, with
-its sequence pinned; what waits holds nothing that cannot be evicted. When memory is short the youngest running task
-makes way and waits until somebody has ended; and whoever waits for room is served before whoever came later.
+its sequence pinned; a waiting task holds nothing that cannot be evicted. When memory is short the youngest running task
+is suspended until another one has ended; and a task that waits for room is served before those that came later.
 """
 
 import time
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-
+from specdec.engine.cache import KvCache
 from specdec.engine.errors import CacheFull, EngineError
-from specdec.engine.kv import KvCache
-from specdec.engine.model import Feed
-from specdec.engine.task import Task
+from specdec.engine.feed import Feed, ForwardOutput
+from specdec.engine.task import Task, TaskState
 
 DECODING_TOKENS = 64  # a task with at most so many tokens left is decoding: a round's draft, not a prompt
 
@@ -21,92 +19,151 @@ DECODING_TOKENS = 64  # a task with at most so many tokens left is decoding: a r
 class Forwards(Protocol):
     """What the loop needs of a model."""
 
-    cache: KvCache
+    @property
+    def cache(self) -> KvCache:
+        """Where the sequences are."""
+        ...
 
     def check(self, feed: Feed) -> None:
         """Raise EngineError for a feed that `forward` would refuse."""
         ...
 
-    def forward(self, feeds: list[Feed]) -> torch.Tensor:
-        """Append the feeds' tokens; return logits, float32 [sum of num_rows, vocab_size]."""
+    def forward(self, feeds: list[Feed]) -> ForwardOutput:
+        """Append the feeds' tokens; return what they ask for."""
         ...
 
 
 TaskT = TypeVar("TaskT", bound=Task[Any])
 
 
+class _Place(Generic[TaskT]):
+    """A task in the schedule."""
+
+    def __init__(self, task: TaskT) -> None:
+        self.task = task
+        self.begun_length = 0  # of the sequence when the task began
+        self.suspended_length = 0  # of the sequence when the task was suspended
+        self.num_ended = 0  # tasks that had ended when the task was suspended
+
+    @property
+    def number(self) -> int:
+        """The order of arrival."""
+        return self.task.submission.number
+
+    @property
+    def is_decoding(self) -> bool:
+        return len(self.task.tokens) <= DECODING_TOKENS
+
+
 class Schedule(Generic[TaskT]):
     """The waiting and the running tasks, on the engine thread."""
 
     def __init__(self, model: Forwards, max_batch_tokens: int, prefill_chunk_tokens: int) -> None:
-        self.waiting: list[TaskT] = []  # in order of arrival
-        self.running: list[TaskT] = []  # each has its sequence pinned
-        self.ended: list[TaskT] = []  # whose ends are still to be told
         self._model = model
         self._max_batch_tokens = max_batch_tokens
         self._prefill_chunk_tokens = prefill_chunk_tokens
+        self._waiting: list[_Place[TaskT]] = []  # and suspended; in order of arrival
+        self._running: list[_Place[TaskT]] = []
+        self._ended: list[TaskT] = []  # whose ends are still to be told
         self._num_ended = 0
 
     @property
+    def num_waiting(self) -> int:
+        """Waiting and suspended tasks."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Running tasks."""
+        return len(self._running)
+
+    @property
     def tasks(self) -> list[TaskT]:
-        """All of them, running ones first."""
-        return [*self.running, *self.waiting]
+        """All tasks that have not ended, running ones first."""
+        return [place.task for place in (*self._running, *self._waiting)]
+
+    def add(self, task: TaskT) -> None:
+        """Let a task that was submitted wait for its first forward."""
+        self._waiting.append(_Place(task))
 
     def choose_batch(self) -> list[tuple[TaskT, Feed]]:
         """Reserve room for, and return, what goes into the next forward."""
         batch = Batch[TaskT](self._max_batch_tokens, self._prefill_chunk_tokens)
-        for task in sorted(self.running, key=lambda task: (len(task.tokens) > DECODING_TOKENS, task.state.number)):
-            while task in self.running and not self._reserve(task, batch):
-                self._put_back(self._youngest_outside(batch))
-        busy = {task.key for task in self.running}
-        for task in list(self.waiting):
-            if self._is_blocked(task):
-                break  # first come, first served: whoever comes later must not take the room
-            if task.key not in busy and self._begin(task) and not self._reserve(task, batch):
-                break
-            busy.add(task.key)
+        self._continue_running(batch)
+        self._admit_waiting(batch)
         return batch.feeds
 
-    def _youngest_outside(self, batch: "Batch[TaskT]") -> TaskT:
-        """Return the running task that must make way for an older one, or for itself."""
-        fed = {id(task) for task, _ in batch.feeds}
-        return max((task for task in self.running if id(task) not in fed), key=lambda task: task.state.number)
-
-    def _is_blocked(self, task: TaskT) -> bool:
-        """Whether the task lost its room, and nobody has ended since."""
-        return bool(self.running) and task.state.num_ended_before == self._num_ended
-
-    def _begin(self, task: TaskT) -> bool:
-        """Prepare a waiting task, unless it stands where it stopped; return whether it can go on."""
-        state = task.state
-        task.sequence = self._model.cache.open(task.key)
-        if state.length == task.sequence.length:
-            return True
-        try:
-            task.restart()
-            task.prepare()
-            if not task.done:
-                state.first_length = task.sequence.length
-                self.check(task)
-        except Exception as error:
-            task.fail(error)
-        if task.done:
-            self.end(task)
-        return not task.done
+    def end_done(self) -> list[TaskT]:
+        """Take out the tasks that are done; return those that ended since the last call."""
+        for place in [*self._running, *self._waiting]:
+            if place.task.done:
+                self._end(place)
+        ended, self._ended = self._ended, []
+        return ended
 
     def check(self, task: TaskT) -> None:
         """Raise what would make the task fail in a forward, where it could harm others."""
         if not task.tokens:
             raise EngineError(f"task {task.key!r} was neither ended nor given tokens; do one of them")
-        self._model.check(Feed(task.sequence, task.tokens, task.num_rows))
-        if task.num_rows > self._max_batch_tokens:
-            raise EngineError(f"{task.num_rows} rows do not fit into one forward of {self._max_batch_tokens} tokens")
+        self._model.check(task.next_feed(len(task.tokens)))
+        if task.num_together > self._max_batch_tokens:
+            raise EngineError(
+                f"{task.num_together} rows do not fit into one forward of {self._max_batch_tokens} tokens"
+            )
         length = task.sequence.length + len(task.tokens)
         if length > self._model.cache.num_tokens:
             raise CacheFull(
                 f"{length} tokens do not fit into the KV cache, which holds {self._model.cache.num_tokens}; "
                 "give it more bytes or shorten the sequence"
             )
+
+    def _continue_running(self, batch: "Batch[TaskT]") -> None:
+        """Give each running task its turn; while the cache is full the youngest is suspended, or the task itself."""
+        for place in sorted(self._running, key=lambda place: (not place.is_decoding, place.number)):
+            while place.task.state is TaskState.RUNNING and not self._reserve(place.task, batch):
+                self._suspend(self._youngest_outside(batch))
+
+    def _admit_waiting(self, batch: "Batch[TaskT]") -> None:
+        """Give waiting tasks their turn in order of arrival, up to the first that finds no room.
+
+        A task whose sequence is in use waits for its user; it holds nobody up.
+        """
+        busy = {place.task.key for place in self._running}
+        for place in list(self._waiting):
+            if self._waits_for_an_end(place):
+                return
+            if place.task.key not in busy and self._begin(place):
+                if not self._reserve(place.task, batch):
+                    return
+                self._run(place, batch)
+            busy.add(place.task.key)
+
+    def _waits_for_an_end(self, place: _Place[TaskT]) -> bool:
+        """Whether the task was suspended, and no task has ended since."""
+        is_suspended = place.task.state is TaskState.SUSPENDED
+        return is_suspended and bool(self._running) and place.num_ended == self._num_ended
+
+    def _youngest_outside(self, batch: "Batch[TaskT]") -> _Place[TaskT]:
+        """Return the running task that must make room for an older one, or for itself."""
+        return max((place for place in self._running if not batch.has(place.task)), key=lambda place: place.number)
+
+    def _begin(self, place: _Place[TaskT]) -> bool:
+        """Prepare a task, unless it is suspended and still cached; return whether it can go on."""
+        task = place.task
+        task.sequence = self._model.cache.open(task.key)
+        if task.state is TaskState.SUSPENDED and task.sequence.length == place.suspended_length:
+            return True
+        try:
+            task.restart()
+            task.prepare()
+            place.begun_length = task.sequence.length
+            if not task.done:
+                self.check(task)
+        except Exception as error:
+            task.fail(error)
+        if task.done:
+            self._end(place)
+        return not task.done
 
     def _reserve(self, task: TaskT, batch: "Batch[TaskT]") -> bool:
         """Add the task's next piece to the batch, if there is a turn for it; return False where the cache is full."""
@@ -117,38 +174,42 @@ class Schedule(Generic[TaskT]):
             task.sequence.reserve(task.sequence.length + num_tokens)
         except CacheFull:
             return False
-        self._seat_among_running(task)
         batch.add(task, num_tokens)
         return True
 
-    def _seat_among_running(self, task: TaskT) -> None:
-        if task in self.waiting:
-            self.waiting.remove(task)
-            self.running.append(task)
+    def _run(self, place: _Place[TaskT], batch: "Batch[TaskT]") -> None:
+        """Let a task run if it is part of the batch; there may have been no turn for it."""
+        task = place.task
+        if batch.has(task):
+            self._waiting.remove(place)
+            self._running.append(place)
             task.sequence.pin()
-            task.timings.queue_s = task.timings.queue_s or time.perf_counter() - task.state.arrived_s
+            task.state = TaskState.RUNNING
+            task.timings.queue_s = task.timings.queue_s or time.perf_counter() - task.submission.arrived_s
 
-    def _put_back(self, task: TaskT) -> None:
+    def _suspend(self, place: _Place[TaskT]) -> None:
         """Let a running task wait for room; what it has cached may be evicted."""
-        self.running.remove(task)
-        task.sequence.unpin()
-        task.state.length = task.sequence.length
-        task.state.num_ended_before = self._num_ended
-        self.waiting.append(task)
-        self.waiting.sort(key=lambda task: task.state.number)
+        self._running.remove(place)
+        place.task.sequence.unpin()
+        place.task.state = TaskState.SUSPENDED
+        place.suspended_length = place.task.sequence.length
+        place.num_ended = self._num_ended
+        self._waiting.append(place)
+        self._waiting.sort(key=lambda place: place.number)
 
-    def end(self, task: TaskT) -> None:
+    def _end(self, place: _Place[TaskT]) -> None:
         """Give back what a task that is done holds; if it failed, its sequence goes back to where it began."""
+        task, state = place.task, place.task.state
         self._num_ended += 1
-        began = task in self.running or task.state.length is not None
-        if task in self.running:
-            self.running.remove(task)
+        task.state = TaskState.ENDED
+        if state is TaskState.RUNNING:
+            self._running.remove(place)
             task.sequence.unpin()
         else:
-            self.waiting.remove(task)
-        if began and task.state.error is not None:
-            task.sequence.truncate(min(task.sequence.length, task.state.first_length))
-        self.ended.append(task)
+            self._waiting.remove(place)
+        if state is not TaskState.WAITING and task.submission.error is not None:
+            task.sequence.truncate(min(task.sequence.length, place.begun_length))
+        self._ended.append(task)
 
 
 class Batch(Generic[TaskT]):
@@ -156,24 +217,32 @@ class Batch(Generic[TaskT]):
 
     def __init__(self, max_tokens: int, max_prefill_tokens: int) -> None:
         self.feeds: list[tuple[TaskT, Feed]] = []
-        self._room = max_tokens
-        self._prefill_room = max_prefill_tokens
+        self._num_free = max_tokens
+        self._num_free_prefill = max_prefill_tokens
+
+    def has(self, task: TaskT) -> bool:
+        """Whether a piece of the task is part of the forward."""
+        return any(task is other for other, _ in self.feeds)
 
     def num_tokens_for(self, task: TaskT) -> int:
         """Return how many of its tokens the task may append now; 0 when it must wait for a later forward.
 
-        All rows of a task come from one forward, so the last piece is never shorter than they are.
+        All rows of a task, and its tree, come from one forward, so the last piece is never shorter than they are.
         """
         num_left = len(task.tokens)
-        if num_left <= max(DECODING_TOKENS, task.num_rows):
-            return num_left if num_left <= self._room else 0
-        room = min(self._room, self._prefill_room)
-        return num_left if num_left <= room else min(room, num_left - task.num_rows)
+        if _is_short(task):
+            return num_left if num_left <= self._num_free else 0
+        num_free = min(self._num_free, self._num_free_prefill)
+        return num_left if num_left <= num_free else max(0, min(num_free, num_left - task.num_together))
 
     def add(self, task: TaskT, num_tokens: int) -> None:
         """Put the task's next `num_tokens` tokens into the forward."""
-        is_last = num_tokens == len(task.tokens)
-        self.feeds.append((task, Feed(task.sequence, task.tokens[:num_tokens], task.num_rows if is_last else 0)))
-        self._room -= num_tokens
-        if len(task.tokens) > max(DECODING_TOKENS, task.num_rows):
-            self._prefill_room -= num_tokens
+        self.feeds.append((task, task.next_feed(num_tokens)))
+        self._num_free -= num_tokens
+        if not _is_short(task):
+            self._num_free_prefill -= num_tokens
+
+
+def _is_short(task: Task[Any]) -> bool:
+    """Whether the task's remaining tokens come in one piece and do not count as prefill."""
+    return len(task.tokens) <= max(DECODING_TOKENS, task.num_together)

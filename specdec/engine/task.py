@@ -1,14 +1,34 @@
-"""A task: one session's claim on the next forwards."""
+"""A task: one session's claim on the next forwards.
+
+WAITING ──▶ RUNNING ──▶ ENDED        a task that fails or is cancelled ends from any state
+             │   ▲
+             ▼   │
+           SUSPENDED                 made room for an older task; goes on where it stopped, unless it was evicted
+"""
 
 import asyncio
 import time
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Generic, TypeVar
 
-from specdec.engine.errors import CacheMiss, EngineError
-from specdec.engine.kv import Sequence
+import torch
+
+from specdec.engine.errors import EngineError
+from specdec.engine.feed import Feed
+from specdec.engine.sequence import Sequence
 
 ResultT = TypeVar("ResultT")
+
+
+class TaskState(Enum):
+    """Where a task stands."""
+
+    NEW = auto()  # known to no loop
+    WAITING = auto()  # for its first forward
+    RUNNING = auto()  # takes part in forwards; its sequence is pinned
+    SUSPENDED = auto()  # lost its room; what it has cached may be evicted
+    ENDED = auto()  # has a result or an error
 
 
 @dataclass(slots=True)
@@ -23,44 +43,88 @@ class Timings:
 class Task(Generic[ResultT]):
     """Truncate the sequence `key` to `start` tokens, append `tokens`, get logits at the last `num_rows` of them.
 
+    The last len(parents) tokens form a tree (see `tree.py`); all tokens up to length `num_committed` are committed, the
+    others are a round's draft: by default all are committed, but for the tree. `match` keeps any cached tokens after
+    `start` that are the same. With `hidden_layers`, `hidden_states` holds the states of the last `num_observed` tokens
+    when the rows are due, fewer where fewer were fed.
+
     Subclass it to carry what the processor needs. When the rows are due the processor gets the task and its logits; it
-    ends the task (`finish`, `fail`) or sets `tokens` and `num_rows` again for another forward.
-    Everything but the constructor runs on the engine thread.
+    ends the task (`finish`, `fail`) or lets it go on (`proceed`). Everything but the constructor runs on the engine
+    thread.
     """
 
     sequence: Sequence  # set by the loop before `prepare`
 
-    def __init__(self, key: str, start: int, tokens: list[int], num_rows: int) -> None:
+    def __init__(
+        self,
+        key: str,
+        start: int,
+        tokens: list[int],
+        num_rows: int,
+        *,
+        parents: tuple[int, ...] = (),
+        num_committed: int | None = None,
+        match: bool = False,
+        hidden_layers: tuple[int, ...] = (),
+        num_observed: int = 0,
+    ) -> None:
         self.key = key
         self.start = start
         self.tokens = list(tokens)  # still to append before the rows are due
         self.num_rows = num_rows
+        self.parents = parents
+        self.num_committed = start + len(tokens) - len(parents) if num_committed is None else num_committed
+        self.match = match
+        self.hidden_layers = hidden_layers
+        self.num_observed = num_observed
+        self.hidden_states: torch.Tensor | None = None  # [num_observed, len(hidden_layers), hidden_size]
         self.timings = Timings()
-        self.done = False
-        self._first_claim = (tuple(tokens), num_rows)
-        self._state: TaskState[ResultT] | None = None
+        self.state = TaskState.NEW
+        self._observed: list[torch.Tensor] = []
+        self._first_claim = (tuple(tokens), num_rows, parents)
+        self._submission: Submission[ResultT] | None = None
 
     @property
-    def state(self) -> "TaskState[ResultT]":
-        """What the loop remembers of the task."""
-        assert self._state is not None
-        return self._state
+    def done(self) -> bool:
+        """Whether the task has a result or an error."""
+        return self._submission is not None and self._submission.has_outcome
 
-    def take(self, state: "TaskState[ResultT]") -> None:
+    @property
+    def submission(self) -> "Submission[ResultT]":
+        """What the loop remembers of the task."""
+        assert self._submission is not None
+        return self._submission
+
+    @property
+    def num_together(self) -> int:
+        """How many of the last tokens must be in one forward."""
+        return max(self.num_rows, len(self.parents))
+
+    def submit(self, submission: "Submission[ResultT]") -> None:
         """Enter a loop; a task runs once."""
-        if self._state is not None:
+        if self._submission is not None:
             raise EngineError(f"task {self.key!r} was already run; make a new one")
-        self._state = state
+        self._submission = submission
+        self.state = TaskState.WAITING
 
     def prepare(self) -> None:
-        """Truncate the sequence to `start`; raise CacheMiss, or end the task here, when it holds less.
+        """Truncate the sequence to `start` and set `tokens` to what is left to feed: see `Sequence.resume`.
 
         Runs before the task's first forward, perhaps several times: while the task waits for room, and again from the
-        start when its sequence was evicted meanwhile. An override must leave the sequence ready for `tokens`.
+        start when its sequence was evicted meanwhile. An override must leave the sequence ready for `tokens`; it may
+        end the task. Raises CacheMiss where fewer than `start` tokens are cached.
         """
-        if self.sequence.length < self.start:
-            raise CacheMiss(self.sequence.length, self.start)
-        self.sequence.truncate(self.start)
+        self.tokens = self.sequence.resume(
+            self.start,
+            self.tokens,
+            num_committed=self.num_committed,
+            min_fed=self.num_together,
+            match=self.match,
+        )
+
+    def proceed(self, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:
+        """Append `tokens` next, instead of ending."""
+        self.tokens, self.num_rows, self.parents = tokens, num_rows, parents
 
     def finish(self, result: ResultT) -> None:
         """End the task with `result`, which `EngineLoop.run` returns."""
@@ -71,31 +135,59 @@ class Task(Generic[ResultT]):
         self._end(None, error)
 
     def _end(self, result: ResultT | None, error: BaseException | None) -> None:
-        if not self.done and self._state is not None:
-            self.done = True
-            self.timings.total_s = time.perf_counter() - self._state.arrived_s
-            self._state.result, self._state.error = result, error
+        if self._submission is not None and not self._submission.has_outcome:
+            self.timings.total_s = time.perf_counter() - self._submission.arrived_s
+            self._submission.decide(result, error)
+
+    # --- what the loop calls
 
     def restart(self) -> None:
-        """Go back to the tokens and rows that the task was made with."""
-        tokens, self.num_rows = self._first_claim
+        """Go back to the tokens that the task was made with."""
+        tokens, self.num_rows, self.parents = self._first_claim
         self.tokens = list(tokens)
+        self._observed = []
+
+    def next_feed(self, num_tokens: int) -> Feed:
+        """Return the feed of the next `num_tokens` of its tokens."""
+        is_last = num_tokens == len(self.tokens)
+        num_not_observed = max(0, len(self.tokens) - self.num_observed)
+        num_observed = max(0, num_tokens - num_not_observed) if self.hidden_layers else 0
+        return Feed(
+            self.sequence,
+            self.tokens[:num_tokens],
+            self.num_rows if is_last else 0,
+            self.parents if is_last else (),
+            self.hidden_layers if num_observed else (),
+            num_observed,
+        )
+
+    def note_fed(self, feed: Feed, hidden_states: torch.Tensor | None) -> None:
+        """Take note of a forward that `feed` was part of."""
+        self.tokens = self.tokens[len(feed.tokens) :]
+        if hidden_states is not None:
+            self._observed.append(hidden_states)
+        if not self.tokens:
+            self.parents = ()
+            self.hidden_states = torch.cat(self._observed) if self._observed else None
+            self._observed = []
 
 
-class TaskState(Generic[ResultT]):
-    """What the loop remembers of a task: who awaits it, and where it stands."""
+class Submission(Generic[ResultT]):
+    """What the loop remembers of a task: who awaits it, and its outcome."""
 
     def __init__(self, number: int) -> None:
         self.number = number  # in order of arrival
         self.arrived_s = time.perf_counter()
         self.event_loop = asyncio.get_running_loop()
         self.future: asyncio.Future[ResultT] = self.event_loop.create_future()
-        self.abandoned = False
-        self.length: int | None = None  # of the sequence when the task last stood still; None: not begun
-        self.first_length = 0  # of the sequence when the task began
-        self.num_ended_before: int | None = None  # tasks that had ended when this one lost its room
+        self.abandoned = False  # nobody awaits it any more
+        self.has_outcome = False
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def decide(self, result: ResultT | None, error: BaseException | None) -> None:
+        """Set the outcome."""
+        self.has_outcome, self.result, self.error = True, result, error
 
     def deliver(self) -> None:
         """Wake whoever awaits the task; called on its event loop."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task
-from specdec.errors import Internal, Unavailable
+from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task, load_language_model
+from specdec.errors import InternalError, UnavailableError
 from specdec.serving.background import in_background
 from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.server import Server, supervised
@@ -42,7 +42,7 @@ async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel,
 
 
 def _load(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
-    model = LanguageModel.load(
+    model = load_language_model(
         name, device=settings.device, dtype=settings.dtype, kv_cache_bytes=settings.kv_cache_bytes
     )
     return model, describe(model, tokenizer_folder(name))
@@ -62,6 +62,8 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         eos_token_ids=eos_token_ids(folder),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
         fingerprint=model_fingerprint(folder, {"dtype": str(model.dtype), "quantisation": "none"}),
     )
 
@@ -120,13 +122,13 @@ async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watc
 
 
 async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:
-    """Run a task to its end. Raises its SpecdecError or CacheMiss; Unavailable where the engine is gone."""
+    """Run a task to its end. Raises its SpecdecError or CacheMiss; UnavailableError where the engine is gone."""
     try:
         return await engine.run(task)
     except CacheMiss:
         raise
     except EngineError as error:
         if engine.is_stalled(math.inf):
-            raise Unavailable("the engine has stopped; ask another worker") from error
+            raise UnavailableError("the engine has stopped; ask another worker") from error
         get_logger().error("task_failed", error=type(error).__name__)
-        raise Internal from error
+        raise InternalError from error

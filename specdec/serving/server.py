@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES
-from specdec.errors import Internal, InvalidArgument, SpecdecError, Unavailable
+from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.serving.background import leave
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
@@ -72,7 +72,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _refuse(request: bytes, context: Any) -> None:
-    await context.abort_with_status(to_status(Unavailable("the server is loading or shutting down; try again soon")))
+    await context.abort_with_status(
+        to_status(UnavailableError("the server is loading or shutting down; try again soon"))
+    )
 
 
 def _wrapped(handler: Any) -> Any:
@@ -97,7 +99,7 @@ def _wrapped(handler: Any) -> Any:
         except Exception as error:
             # the type alone: a message could quote a prompt
             get_logger().error("call_failed", error=type(error).__name__, where=_where(error))
-            failure = Internal()
+            failure = InternalError()
         await context.abort_with_status(to_status(failure))
 
     return make(call, parse, handler.response_serializer)
@@ -112,9 +114,9 @@ def _where(error: BaseException) -> str:
 
 
 def _parsed(request: Any) -> Any:
-    """Return the request, or the stream of requests; raise InvalidArgument for one that could not be parsed."""
+    """Return the request, or the stream of requests; raise InvalidArgumentError for one that could not be parsed."""
     if isinstance(request, Malformed):
-        raise InvalidArgument({"request": "is not a valid message; check field types and that strings are UTF-8"})
+        raise InvalidArgumentError({"request": "is not a valid message; check field types and that strings are UTF-8"})
     return _parsed_stream(request) if hasattr(request, "__aiter__") else request
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from specdec.client import Client, SamplingParams, SessionStatus, SpeculationParams
+from specdec import AsyncClient, SamplingParams, SessionStatus, SpeculationParams
 from specdec.engine import LanguageModel
 from specdec.types import FinishReason
 from tests.support.architectures import VOCAB_SIZE, build
@@ -69,16 +69,16 @@ async def test_cancelling_stops_a_long_prefill(
     async with (
         serving_coordinator(**settings) as one,
         serving_coordinator(**settings) as two,
-        Client(one) as client,
-        Client(two if elsewhere else one) as canceller,
+        AsyncClient(one) as client,
+        AsyncClient(two if elsewhere else one) as canceller,
     ):
         stream = client.generate(
-            PROMPT,
+            prompt_token_ids=PROMPT,
             sampling=SamplingParams(max_new_tokens=4),
             speculation=SpeculationParams(num_draft_tokens=0),
             request_id="long",
         )
-        following = asyncio.create_task(anext(stream))
+        following = asyncio.ensure_future(anext(aiter(stream)))
         await until(lambda: forwards.num_begun)
         session_id = await session_of(redis_url)
         assert await canceller.cancel(session_id) is SessionStatus.CANCELLED
@@ -88,7 +88,7 @@ async def test_cancelling_stops_a_long_prefill(
         forwards.open()
         await until(lambda: kv_usage() == 0)
         assert forwards.num_begun == 1, "the second half of the prompt is not read"
-        await stream.aclose()
+        await stream.cancel()
 
 
 async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +97,12 @@ async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch:
     forwards = SlowForwards(monkeypatch, num_passing=5)
     async with (
         serving_coordinator(target=address, draft="", tokenizer=str(model)) as served,
-        Client(served) as client,
+        AsyncClient(served) as client,
     ):
         sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
-        stream = client.generate([7] * 10, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0))
+        stream = client.generate(
+            prompt_token_ids=[7] * 10, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0)
+        )
         chunks = [await anext(stream)]
         await until(lambda: forwards.num_begun == 6)
         assert kv_usage() > 0

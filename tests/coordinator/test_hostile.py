@@ -7,15 +7,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
 import torch
 
+from specdec import AsyncClient, SamplingParams
 from specdec.channel import open_channel
-from specdec.client import Client, SamplingParams
-from specdec.errors import InvalidArgument, Mismatch, from_rpc_error
+from specdec.errors import InvalidArgumentError, ModelMismatchError, from_rpc_error
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 from specdec.v1.types_pb2 import SamplingParams as Sampling
@@ -25,6 +26,7 @@ from tests.support.cluster import Cluster, cluster, save_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+Stub = Any  # the asynchronous one, which grpcio's types do not tell from the other
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 GOOD = pb.TokenSequence(ids=[1, 2, 3])
 
@@ -81,13 +83,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def stub(served: Cluster) -> AsyncIterator[generation_pb2_grpc.GenerationServiceStub]:
+async def stub(served: Cluster) -> AsyncIterator[Stub]:
     """A client without a library around it."""
     async with open_channel(served.address) as channel:
         yield generation_pb2_grpc.GenerationServiceStub(channel)
 
 
-async def outcome(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
+async def outcome(call: Any) -> grpc.aio.AioRpcError:
     """Return the error of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
@@ -95,33 +97,33 @@ async def outcome(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcEr
     return caught.value
 
 
-async def good_tokens(stub: generation_pb2_grpc.GenerationServiceStub) -> list[int]:
+async def good_tokens(stub: Stub) -> list[int]:
     """Return what a good request generates."""
     return [token async for chunk in stub.Generate(request()) for token in chunk.tokens]
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-async def test_bad_request(name: str, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_bad_request(name: str, stub: Stub) -> None:
     bad, words = BAD_REQUESTS[name]
     before = await good_tokens(stub)
     error = await outcome(stub.Generate(bad))
     assert error.code() == INVALID, error
-    assert isinstance(from_rpc_error(error), InvalidArgument)
+    assert isinstance(from_rpc_error(error), InvalidArgumentError)
     assert all(word in (error.details() or "") for word in words), error.details()
     assert await good_tokens(stub) == before
     assert len(before) == 4
 
 
-async def test_invalid_utf8(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_invalid_utf8(served: Cluster, stub: Stub) -> None:
     async with open_channel(served.address) as channel:
-        raw = channel.unary_stream("/specdec.v1.GenerationService/Generate")
+        raw: Any = channel.unary_stream("/specdec.v1.GenerationService/Generate")
         error = await outcome(raw(b"\x12\x02\xff\xfe"))
     assert error.code() == INVALID
     assert "UTF-8" in (error.details() or "")
     assert await good_tokens(stub)
 
 
-async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_unknown_session(stub: Stub) -> None:
     for call in (
         stub.GetSession(pb.GetSessionRequest(session_id="nobody")),
         stub.CancelSession(pb.CancelSessionRequest(session_id="nobody")),
@@ -135,7 +137,7 @@ async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) 
 
 
 async def test_a_long_session_id_is_refused_without_repeating_it(
-    stub: generation_pb2_grpc.GenerationServiceStub, capsys: pytest.CaptureFixture[str]
+    stub: Stub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "x" * (1 << 20)
     for call in (
@@ -150,7 +152,7 @@ async def test_a_long_session_id_is_refused_without_repeating_it(
     assert max(map(len, (logged.out + logged.err).splitlines()), default=0) < 1000
 
 
-async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_request_id_with_other_parameters(stub: Stub) -> None:
     first = [chunk async for chunk in stub.Generate(request(request_id="once"))]
     again = [chunk async for chunk in stub.Generate(request(request_id="once"))]
     assert [t for c in first for t in c.tokens] == [t for c in again for t in c.tokens]
@@ -161,32 +163,32 @@ async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.Genera
     assert "new request_id" in (error.details() or "")
 
 
-async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_message_of_100_mb(served: Cluster, stub: Stub) -> None:
     error = await outcome(stub.Generate(request(text="x" * (100 << 20))))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    async with Client(served.address) as client:
-        with pytest.raises(InvalidArgument, match="shorten the prompt"):
+    async with AsyncClient(served.address) as client:
+        with pytest.raises(InvalidArgumentError, match="shorten the prompt"):
             await client.complete("x" * (100 << 20))
     assert await good_tokens(stub)
 
 
-async def test_client_that_leaves(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_client_that_leaves(served: Cluster, stub: Stub) -> None:
     """A client that leaves after the first token pauses its session, which another one resumes to the same end."""
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         greedy = SamplingParams(temperature=0, max_new_tokens=100)
-        whole = await client.complete([1, 2, 3], sampling=greedy)
-        stream = client.generate([1, 2, 3], sampling=greedy)
+        whole = await client.complete(prompt_token_ids=[1, 2, 3], sampling=greedy)
+        stream = client.generate(prompt_token_ids=[1, 2, 3], sampling=greedy)
         first = await anext(stream)
-        await stream.aclose()
-        rest = [c async for c in client.resume(first.session_id, first.end, first.digest)]
+        await stream.close()
+        rest = [c async for c in client.resume(first.session_id, offset=first.end, digest=first.digest)]
         assert (*first.tokens, *(t for c in rest for t in c.tokens)) == whole.tokens
     assert await good_tokens(stub)
 
 
 async def test_cancelled_session(served: Cluster) -> None:
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         endless = SamplingParams(temperature=1, max_new_tokens=100, ignore_eos=True)
-        stream = client.generate([1, 2, 3], sampling=endless)
+        stream = client.generate(prompt_token_ids=[1, 2, 3], sampling=endless)
         first = await anext(stream)
         await client.cancel(first.session_id)
         last = [first, *[chunk async for chunk in stream]][-1]
@@ -201,9 +203,9 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
     target, draft = build("llama", tmp_path / "target"), build("llama", tmp_path / "draft")
     save_tokenizer(target, 300)
     save_tokenizer(draft, 300, prefix="other")
-    async with cluster(target, draft, drafters="model") as running, Client(running.address) as client:
-        with pytest.raises(Mismatch, match=r"differ in tokenizer.*num_draft_tokens"):
-            await client.complete([1, 2], sampling=SamplingParams(max_new_tokens=2))
+    async with cluster(target, draft, drafters="model") as running, AsyncClient(running.address) as client:
+        with pytest.raises(ModelMismatchError, match=r"differ in tokenizer.*num_draft_tokens"):
+            await client.complete(prompt_token_ids=[1, 2], sampling=SamplingParams(max_new_tokens=2))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ async def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tm
     assert "Traceback" not in ended.stderr
 
 
-async def test_concurrent_bad_and_good(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_concurrent_bad_and_good(served: Cluster, stub: Stub) -> None:
     """Bad requests among good ones change nothing of the good ones."""
     alone = await good_tokens(stub)
     bad = [outcome(stub.Generate(each)) for each, _ in BAD_REQUESTS.values()]

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from coordinator.chat import ChatTemplate
 from coordinator.generation import chain
 from coordinator.prompts import INLINE_BYTES, MAX_PROMPT_BYTES, Prompts, max_token_bytes
-from specdec.errors import InvalidArgument, Overloaded
+from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.types import ModelInfo
 from specdec.v1 import generation_pb2 as pb
 
@@ -61,7 +61,7 @@ async def test_the_longest_prompt_that_fits_is_taken(tokenizer: Tokenizer) -> No
     prompts = Prompts(tokenizer, None)
     fitting = await prompts.encode(text(content), model_of(tokenizer, num_tokens + 1))
     assert len(fitting.tokens) == num_tokens
-    with pytest.raises(InvalidArgument, match=f"has {num_tokens} tokens"):
+    with pytest.raises(InvalidArgumentError, match=f"has {num_tokens} tokens"):
         await prompts.encode(text(content), model_of(tokenizer, num_tokens))
 
 
@@ -70,12 +70,12 @@ async def test_a_far_too_long_text_is_refused_early(tokenizer: Tokenizer, length
     unlimited = Prompts(Tokenizer(WordLevel({"t0": 0}, unk_token="t0")), None)
     unlimited.tokenizer = tokenizer  # counted, not bounded by its bytes
     for prompts in (Prompts(tokenizer, None), unlimited):
-        with pytest.raises(InvalidArgument, match=r"the maximum is|has (at least )?\d+ tokens"):
+        with pytest.raises(InvalidArgumentError, match=r"the maximum is|has (at least )?\d+ tokens"):
             await prompts.encode(text("a b\n" * (length // 4)), model_of(tokenizer, 1024))
 
 
 async def test_no_prompt_may_pass_the_limit_in_bytes(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidArgument, match=f"maximum is {MAX_PROMPT_BYTES}"):
+    with pytest.raises(InvalidArgumentError, match=f"maximum is {MAX_PROMPT_BYTES}"):
         await Prompts(tokenizer, None).encode(text("é" * MAX_PROMPT_BYTES), model_of(tokenizer, 1 << 30))
 
 
@@ -108,7 +108,7 @@ async def test_long_prompts_beyond_the_budget_are_refused(tokenizer: Tokenizer) 
     waiting = [asyncio.create_task(prompts.encode(content, model_of(tokenizer, 1 << 20))) for _ in range(3)]
     while not prompts.bytes_in_flight:  # noqa: ASYNC110  # other tasks must have begun
         await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="being encoded already"):
+    with pytest.raises(OverloadedError, match="being encoded already"):
         await prompts.encode(content, model_of(tokenizer, 1 << 20))
     waiting[0].cancel()
     await asyncio.gather(waiting[0], return_exceptions=True)
@@ -143,7 +143,7 @@ async def test_the_loop_goes_on_while_a_prompt_is_encoded(tokenizer: Tokenizer) 
     ],
 )
 async def test_chats_have_limits(tokenizer: Tokenizer, chat: pb.ChatPrompt, words: str) -> None:
-    with pytest.raises(InvalidArgument, match=words):
+    with pytest.raises(InvalidArgumentError, match=words):
         await Prompts(tokenizer, CHATTY).encode(pb.GenerateRequest(chat=chat), model_of(tokenizer))
 
 
@@ -155,5 +155,5 @@ async def test_a_chat_is_rendered_and_encoded(tokenizer: Tokenizer) -> None:
 
 async def test_too_many_token_ids_are_refused_before_they_are_read(tokenizer: Tokenizer) -> None:
     ids = pb.TokenSequence(ids=[2**31] * 100_000)
-    with pytest.raises(InvalidArgument, match="has 100000 tokens"):
+    with pytest.raises(InvalidArgumentError, match="has 100000 tokens"):
         await Prompts(tokenizer, None).encode(pb.GenerateRequest(tokens=ids), model_of(tokenizer))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.capabilities import ServedModels
-from specdec.client import Client, Completion, SamplingParams, SpeculationParams
-from specdec.errors import Mismatch
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec.errors import ModelMismatchError
 from specdec.types import ModelInfo
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer, serving_coordinator, serving_target
@@ -75,17 +75,17 @@ async def texts(model: Path) -> list[tuple[int, ...]]:
     async with (
         serving_target(model) as target,
         serving_coordinator(target=target, draft="", tokenizer=str(model)) as address,
-        Client(address) as client,
+        AsyncClient(address) as client,
     ):
-        calls = [client.complete(prompt, sampling=GREEDY, speculation=PLAIN) for prompt in PROMPTS]
+        calls = [client.complete(prompt_token_ids=prompt, sampling=GREEDY, speculation=PLAIN) for prompt in PROMPTS]
         return [completion.tokens for completion in await asyncio.gather(*calls)]
 
 
 class Follower:
     """One session, followed to its end."""
 
-    def __init__(self, client: Client, prompt: list[int]) -> None:
-        self._chunks = client.generate(prompt, sampling=GREEDY, speculation=PLAIN)
+    def __init__(self, client: AsyncClient, prompt: list[int]) -> None:
+        self._chunks = client.generate(prompt_token_ids=prompt, sampling=GREEDY, speculation=PLAIN)
         self.tokens: list[int] = []
         self.session_id = ""
         self.task = asyncio.create_task(self._follow())
@@ -101,7 +101,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def new_model_serves(client: Client, old: str) -> None:
+async def new_model_serves(client: AsyncClient, old: str) -> None:
     while (await client.get_model()).target.fingerprint == old:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
@@ -114,7 +114,7 @@ async def test_a_rolling_change_splits_no_text(models: tuple[Path, Path]) -> Non
         await workers.start(0, old)
         await workers.start(1, old)
         settings = {"target": workers.address, "draft": "", "tokenizer": str(old), "target_patience_s": PATIENCE_S}
-        async with serving_coordinator(**settings) as address, Client(address) as client:
+        async with serving_coordinator(**settings) as address, AsyncClient(address) as client:
             fingerprint = (await client.get_model()).target.fingerprint
             followers = [Follower(client, prompt) for prompt in PROMPTS]
             await until(lambda: all(follower.tokens for follower in followers))
@@ -124,7 +124,10 @@ async def test_a_rolling_change_splits_no_text(models: tuple[Path, Path]) -> Non
             assert not any(follower.task.done() for follower in followers)
             await new_model_serves(client, fingerprint)
             created: list[Completion] = await asyncio.gather(
-                *(client.complete(prompt, sampling=GREEDY, speculation=PLAIN) for prompt in PROMPTS[:4])
+                *(
+                    client.complete(prompt_token_ids=prompt, sampling=GREEDY, speculation=PLAIN)
+                    for prompt in PROMPTS[:4]
+                )
             )
             await asyncio.gather(*(follower.task for follower in followers))
     assert [tuple(follower.tokens) for follower in followers] == old_texts
@@ -140,17 +143,17 @@ async def test_a_model_that_is_gone_ends_its_sessions(models: tuple[Path, Path],
         async with (
             serving_coordinator(**settings, store=redis_url) as address,
             serving_coordinator(**settings, store=redis_url) as elsewhere,
-            Client(address) as client,
-            Client(elsewhere) as other,
+            AsyncClient(address) as client,
+            AsyncClient(elsewhere) as other,
         ):
             follower = Follower(client, PROMPTS[0])
             await until(lambda: bool(follower.tokens))
             await workers.start(1, new)
             await workers.stop(0)
-            with pytest.raises(Mismatch, match="model of this session's text"):
+            with pytest.raises(ModelMismatchError, match="model of this session's text"):
                 await follower.task
-            with pytest.raises(Mismatch, match="model of this session's text"):
-                async for _ in other.resume(follower.session_id, len(follower.tokens)):
+            with pytest.raises(ModelMismatchError, match="model of this session's text"):
+                async for _ in other.resume(follower.session_id, offset=len(follower.tokens)):
                     pass
             assert (await other.get_session(follower.session_id)).tokens == tuple(follower.tokens)
 

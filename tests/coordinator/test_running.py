@@ -9,7 +9,7 @@ import pytest
 from coordinator.generation import Round
 from coordinator.redis_client import open_redis
 from coordinator.sessions import SessionStore, Status, open_store
-from specdec.errors import DataLoss, Fenced, NotFound, Overloaded, Unavailable
+from specdec.errors import DataLossError, FencedError, NotFoundError, OverloadedError, UnavailableError
 from specdec.types import FinishReason, Statistics
 from tests.support.toy_coordinator import (
     LENGTH,
@@ -20,6 +20,7 @@ from tests.support.toy_coordinator import (
     generation_tasks,
     read_into,
     take,
+    take_last,
     tokens_of,
     until,
 )
@@ -62,7 +63,7 @@ async def test_a_follower_gets_what_is_committed(coordinator: ToyCoordinator) ->
     assert tokens == [entry.token for entry in session.emitted]
     assert [ending is None for _, ending in chunks] == [True] * (len(chunks) - 1) + [False]
     assert (chunks[-1][0].digest, session.finish) == (session.digest, FinishReason.LENGTH)
-    assert [each.num_closed for each in (*coordinator.toys.scorers, *coordinator.toys.drafters)] == [1, 1]
+    assert [num_closed for num_closed, _ in coordinator.toys.ends] == [1, 1]
 
 
 async def test_followers_share_one_generation(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
@@ -106,7 +107,7 @@ class LosingStore(SessionStore):
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         if step.base_length - len(PROMPT) >= self.fail_from:
-            raise Unavailable("the store is gone")
+            raise UnavailableError("the store is gone")
         await super().commit(session_id, epoch, step, statistics)
 
 
@@ -116,7 +117,7 @@ async def test_tokens_whose_commit_failed_are_never_seen() -> None:
     coordinator = ToyCoordinator(losing)
     await coordinator.create("s")
     seen: list[int] = []
-    with pytest.raises(Unavailable):
+    with pytest.raises(UnavailableError):
         await read_into(seen, coordinator.follow("s", 0, b""))
     assert seen == await coordinator.stored("s")
     assert 9 <= len(seen) < LENGTH
@@ -131,9 +132,8 @@ async def test_the_last_follower_to_leave_pauses_it(coordinator: ToyCoordinator)
     await take(chunks, 8)
     await chunks.aclose()
     assert generation_tasks() == []
-    handles = [*coordinator.toys.scorers, *coordinator.toys.drafters]
     # abandoned, not closed: the workers keep their caches for the coordinator that resumes it
-    assert [(each.num_closed, each.num_abandoned) for each in handles] == [(0, 1), (0, 1)]
+    assert coordinator.toys.ends == [(0, 1), (0, 1)]
     assert len(coordinator.running) == 0
     assert (await coordinator.store.read("s")).status is Status.ACTIVE
 
@@ -155,28 +155,24 @@ async def test_a_resumed_session_continues_as_if_undisturbed(
 ) -> None:
     coordinator.toys.before = Gate(length)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
-        chunk, tokens = None, []
-        while len(tokens) < length:
-            chunk, _ = await anext(chunks)
-            tokens += tokens_of(chunk)
+        tokens, chunk = await take_last(chunks, length)
     coordinator.toys.before = Gate()
-    assert chunk
     assert tokens + await coordinator.tokens("s", len(tokens), chunk.digest) == undisturbed
     assert (await coordinator.store.read("s")).epoch == 2
 
 
 async def test_a_client_ahead_of_the_store_is_data_loss(coordinator: ToyCoordinator) -> None:
     await coordinator.tokens("s")
-    with pytest.raises(DataLoss, match="past the 24"):
+    with pytest.raises(DataLossError, match="past the 24"):
         await coordinator.tokens("s", LENGTH + 1)
-    with pytest.raises(DataLoss, match="other tokens"):
+    with pytest.raises(DataLossError, match="other tokens"):
         await coordinator.tokens("s", 5, b"x" * 16)
     assert len(coordinator.running) == 0
 
 
 async def test_an_unknown_session_is_not_found(coordinator: ToyCoordinator) -> None:
     for _ in range(2):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await coordinator.tokens("unknown")
     assert len(coordinator.running) == 0
 
@@ -188,7 +184,7 @@ async def test_only_new_sessions_are_refused_when_full(store: SessionStore) -> N
     coordinator.toys.before = gate = Gate(4)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         await take(chunks, 4)
-        with pytest.raises(Overloaded, match="1 sessions"):
+        with pytest.raises(OverloadedError, match="1 sessions"):
             await coordinator.tokens("other")
         following = asyncio.create_task(coordinator.tokens("s"))
         gate.opened.set()
@@ -225,7 +221,7 @@ async def test_cancelling_at_the_owner_ends_the_round(coordinator: ToyCoordinato
         seen = await take(chunks, 8)
         assert await coordinator.cancel("s") is Status.CANCELLED
         await ended_cancelled(coordinator, seen, chunks)
-    assert [each.num_closed for each in (*coordinator.toys.scorers, *coordinator.toys.drafters)] == [1, 1]
+    assert [num_closed for num_closed, _ in coordinator.toys.ends] == [1, 1]
 
 
 async def test_cancelling_elsewhere_ends_the_round(coordinator: ToyCoordinator) -> None:
@@ -245,7 +241,7 @@ async def test_a_takeover_ends_the_former_owners_round(coordinator: ToyCoordinat
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         seen = await take(chunks, 8)
         assert await ToyCoordinator(coordinator.store).tokens("s") == undisturbed
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await read_into(seen, chunks)
     assert [(each.num_closed, each.num_abandoned) for each in coordinator.toys.scorers] == [(0, 1)]
     watching.cancel()
@@ -259,14 +255,14 @@ async def test_a_takeover_fences_the_former_owner(coordinator: ToyCoordinator, u
         taken_over = asyncio.create_task(other.tokens("s"))
         await until(lambda: bool(other.toys.scorers))
         gate.opened.set()
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await read_into(seen, chunks)
     assert await taken_over == undisturbed
     assert seen == undisturbed[: len(seen)]
 
 
 async def fail(length: int) -> None:
-    raise Unavailable("no target worker")
+    raise UnavailableError("no target worker")
 
 
 async def test_a_failed_generation_does_not_catch_newcomers(
@@ -301,7 +297,7 @@ async def test_stopping_tells_the_followers(coordinator: ToyCoordinator) -> None
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         await take(chunks, 8)
         await coordinator.running.stop()
-        with pytest.raises(Unavailable, match="resume"):
+        with pytest.raises(UnavailableError, match="resume"):
             await read_into([], chunks)
     assert generation_tasks() == []
 
@@ -351,7 +347,7 @@ async def test_followers_may_come_and_go_at_any_time(store: SessionStore, undist
                         seen += tokens_of(chunk)
                         if ending:
                             break
-            except Fenced:
+            except FencedError:
                 await asyncio.sleep(0)
             assert seen == undisturbed[: len(seen)]
 

@@ -17,7 +17,7 @@ from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import MAX_CALLS, RedisClient, open_redis, read_script
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
-from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, SpecdecError, Unavailable
+from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
 
@@ -110,7 +110,7 @@ async def test_creating_again_changes_nothing(store: OpenStore) -> None:
 
 async def test_a_key_with_other_parameters_is_refused(store: OpenStore) -> None:
     await create(store)
-    with pytest.raises(AlreadyExists, match="new request_id"):
+    with pytest.raises(AlreadyExistsError, match="new request_id"):
         await create(store, fingerprint=b"other")
 
 
@@ -128,7 +128,7 @@ async def test_a_finished_session_keeps_its_epoch(store: OpenStore) -> None:
 
 async def test_unknown_sessions_are_not_found(store: OpenStore) -> None:
     for call in (store.claim, store.read, store.cancel):
-        with pytest.raises(NotFound, match="begin a new one"):
+        with pytest.raises(NotFoundError, match="begin a new one"):
             await call("no-such-session")
 
 
@@ -155,14 +155,14 @@ async def test_a_finished_session_cannot_be_cancelled(store: OpenStore) -> None:
 async def test_nothing_follows_a_finish(store: OpenStore) -> None:
     await create(store)
     await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.STOP))
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, 1, round_after((*PROMPT, 1), (2,)))
 
 
 async def test_the_embedded_store_is_one_process_own() -> None:
     async with opened("embedded") as one, opened("embedded") as other:
         await create(one)
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await other.read(SESSION)
 
 
@@ -173,7 +173,7 @@ async def check_zombies_are_fenced(store: OpenStore) -> None:
     await create(store)
     zombie = await store.claim(SESSION)
     owner = await store.claim(SESSION)
-    with pytest.raises(Fenced) as fenced:
+    with pytest.raises(FencedError) as fenced:
         await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
     assert fenced.value.metadata == {"epoch": str(owner.epoch)}
     assert (await store.read(SESSION)).emitted == ()
@@ -184,7 +184,7 @@ async def check_zombies_are_fenced_even_where_they_repeat(store: OpenStore) -> N
     zombie = await store.claim(SESSION)
     await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
     await store.claim(SESSION)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
 
 
@@ -221,7 +221,7 @@ async def check_another_length_is_data_loss(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     for before in (PROMPT[:-1], (*PROMPT, 1)):
-        with pytest.raises(DataLoss, match="new session"):
+        with pytest.raises(DataLossError, match="new session"):
             await commit(store, epoch, round_after(before, (9, 9)))
     assert (await store.read(SESSION)).emitted == ()
 
@@ -230,14 +230,14 @@ async def check_another_length_with_the_right_digest_is_data_loss(store: OpenSto
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     for base_length in (len(PROMPT) - 1, len(PROMPT) + 1):
-        with pytest.raises(DataLoss):
+        with pytest.raises(DataLossError):
             await commit(store, epoch, replace(round_after(PROMPT, (1,)), base_length=base_length))
 
 
 async def check_another_digest_is_data_loss(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
-    with pytest.raises(DataLoss, match="new session"):
+    with pytest.raises(DataLossError, match="new session"):
         await commit(store, epoch, round_after((1, 1, 1), (1,)))
     assert (await store.read(SESSION)).emitted == ()
 
@@ -246,7 +246,7 @@ async def check_other_tokens_of_the_same_length_are_data_loss(store: OpenStore) 
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1, 2)))
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, epoch, round_after(PROMPT, (1, 3)))
 
 
@@ -286,7 +286,7 @@ async def check_tokens_that_vanished_are_data_loss(store: OpenStore) -> None:
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1,)))
     await store.redis.delete(keys(SESSION)[1])
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
 
 
@@ -360,13 +360,13 @@ async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
     await store.heartbeat(SESSION, epoch)
     assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
     await store.claim(SESSION)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         await store.heartbeat(SESSION, epoch)
     await store.cancel(SESSION)
     with pytest.raises(SessionCancelled):
         await store.heartbeat(SESSION, epoch + 1)
     await store.redis.delete(keys(SESSION)[0])
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await store.heartbeat(SESSION, epoch + 1)
 
 
@@ -440,7 +440,7 @@ async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> Non
             epoch = (await store.claim(SESSION)).epoch
             await commit(store, epoch, round_after(PROMPT, (1,)))
             server.kill()
-            with pytest.raises(Unavailable, match="try again"):
+            with pytest.raises(UnavailableError, match="try again"):
                 await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
             server.start()
             await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
@@ -454,9 +454,9 @@ async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> No
             epoch = (await store.claim(SESSION)).epoch
             server.stop()
             server.start()
-            with pytest.raises(DataLoss):
+            with pytest.raises(DataLossError):
                 await commit(store, epoch, round_after(PROMPT, (1,)))
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 await store.read(SESSION)
 
 
@@ -470,7 +470,7 @@ async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisSe
             await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
             for key, data in backup.items():
                 client.restore(key, 0, data, replace=True)
-        with pytest.raises(DataLoss):
+        with pytest.raises(DataLossError):
             await commit(store, epoch, round_after((*PROMPT, 1, 2), (3,)))
 
 
@@ -482,7 +482,7 @@ async def test_half_a_session_is_not_read(store: OpenStore, part: int) -> None:
     await store.redis.set(keys(SESSION)[part], (await store.redis.get(keys(SESSION)[part]))[: 4 if part < 3 else 21])
     if part == 2:
         await store.redis.set(keys(SESSION)[part], b"\x01")
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await store.read(SESSION)
 
 
@@ -491,7 +491,7 @@ async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> N
         await create(store)
         with redis_server.client() as client:
             client.pexpireat(keys(SESSION)[0], 1)
-        with pytest.raises(NotFound, match="expired"):
+        with pytest.raises(NotFoundError, match="expired"):
             await store.claim(SESSION)
 
 
@@ -501,7 +501,7 @@ async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None
         async def ping(self, **_: Any) -> Any:
             raise error
 
-    with pytest.raises(Unavailable, match=f"the session store refuses .{error}.; see to its address, password"):
+    with pytest.raises(UnavailableError, match=f"the session store refuses .{error}.; see to its address, password"):
         await RedisClient(Refusing()).ping()
 
 
@@ -550,7 +550,7 @@ async def test_a_call_gives_up_waiting_for_its_turn(redis_server: RedisServer, r
     impatient = RedisClient(redis.redis, max_wait_s=0.01)
     with redis_server.paused():
         calls = [asyncio.create_task(impatient.ping()) for _ in range(MAX_CALLS + 1)]
-        with pytest.raises(Unavailable, match="too many calls wait"):
+        with pytest.raises(UnavailableError, match="too many calls wait"):
             await calls[-1]
     await asyncio.gather(*calls[:-1])
     await impatient.close()
@@ -593,15 +593,15 @@ class StoreMachine(RuleBasedStateMachine):
     def expected(self, epoch: int, played: Round) -> str:
         """What the model says of a commit."""
         if not self.exists:
-            return "DataLoss"
+            return "DataLossError"
         if epoch != self.epoch:
-            return "Fenced"
+            return "FencedError"
         if self.commits and self.commits[-1] == (epoch, played):
             return "committed"
         if self.status is Status.CANCELLED:
             return "SessionCancelled"
         fits = self.status is Status.ACTIVE and played.base_digest == chain(b"", self.log)
-        return "committed" if fits else "DataLoss"
+        return "committed" if fits else "DataLossError"
 
     def try_commit(self, epoch: int, played: Round) -> None:
         outcome = self.outcome(epoch, played)
@@ -614,7 +614,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def claim(self) -> None:
         if not self.exists:
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 self.run(self.store.claim(SESSION))
             return
         session = self.run(self.store.claim(SESSION))
@@ -652,7 +652,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.exists:
             self.born()
         self.run(create(self.store))
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(AlreadyExistsError):
             self.run(create(self.store, fingerprint=b"other"))
 
     @precondition(lambda self: self.exists)

@@ -9,22 +9,12 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.generation import Chunk
 from coordinator.sessions import SessionStore, open_store
-from specdec.errors import DataLoss, Fenced
+from specdec.errors import DataLossError, FencedError
 from tests.support.redis_server import RedisServer, running_redis
-from tests.support.toy_coordinator import LENGTH, Chunks, Gate, ToyCoordinator, take, tokens_of
+from tests.support.toy_coordinator import LENGTH, Gate, ToyCoordinator, take, take_last
 
 NUM_RETURNS = 20
-
-
-async def take_last(chunks: Chunks, count: int) -> tuple[list[int], Chunk]:
-    """Read chunks until there are at least so many tokens; return them and the last chunk."""
-    tokens: list[int] = []
-    while len(tokens) < count:
-        chunk, _ = await anext(chunks)
-        tokens += tokens_of(chunk)
-    return tokens, chunk
 
 
 async def return_to_superseded_owner(store: SessionStore, number: int) -> list[int]:
@@ -44,7 +34,7 @@ async def return_to_superseded_owner(store: SessionStore, number: int) -> list[i
         first.toys.before = Gate()
         tokens += await first.tokens(name, len(tokens), chunk.digest)
         gate.opened.set()
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await take(staying, LENGTH)
     assert tokens == await first.stored(name)
     return tokens
@@ -72,9 +62,9 @@ async def test_a_store_that_lost_tokens_says_so(redis_server: RedisServer, redis
         tokens, chunk = await take_last(chunks, 8)
         for coordinator in (first, second):
             coordinator.toys.before = Gate()
-            with pytest.raises(DataLoss, match="past the"):
+            with pytest.raises(DataLossError, match="past the"):
                 await coordinator.tokens("s", len(tokens) + 100)
-            with pytest.raises(DataLoss, match="other tokens"):
+            with pytest.raises(DataLossError, match="other tokens"):
                 await coordinator.tokens("s", len(tokens), b"x" * 16)
     assert chunk.digest
     await store.close()

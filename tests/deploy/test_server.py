@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
 from specdec.serving.server import CannotServe, Server, run_service, serving, supervised
-from specdec.serving.settings import TargetSettings
 from specdec.v1 import target_pb2, target_pb2_grpc
+from target_service.settings import TargetSettings
 
 SERVICE = "specdec.v1.TargetService"
 

@@ -1,6 +1,7 @@
 """The engine thread: batching, chunked prompts, cancellation, failures, scarce memory; a model with known output."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,27 +11,42 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine import CacheFull, CacheMiss, EngineError, EngineLoop, Feed, KvCache, LanguageModel, Task
-from specdec.engine.kv import LayerShape
+from specdec.engine import (
+    CacheFull,
+    CacheMiss,
+    ContiguousPool,
+    EngineError,
+    EngineLoop,
+    Feed,
+    ForwardOutput,
+    KvCache,
+    LayerShape,
+    Task,
+    TaskState,
+)
 from specdec.engine.schedule import DECODING_TOKENS
+from specdec.exact.tree import path_to
+from tests.engine.tiny_models import load
 from tests.support import architectures
 
 VOCAB_SIZE = 97
 MODULUS = 89
 BLOCK_TOKENS = 8
-POISON = 96  # a token that the toy's forward dies of
+POISON = 96  # a token that the toy's forward fails on
 
 
 class ToyModel:
     """The next token is the sum of all tokens so far modulo 89, read back from the cache.
 
-    `forwards` lists each forward as {key: number of tokens}. While `gate` is closed, forwards stand still.
+    Hidden states after layer l are that sum plus l. `forwards` lists each forward as {key: number of tokens}. While
+    `gate` is closed, forwards wait.
     """
 
     def __init__(self, num_blocks: int = 1000) -> None:
         shape = LayerShape(1, 1, 1)
         num_bytes = num_blocks * BLOCK_TOKENS * shape.num_bytes(torch.float32)
-        self.cache = KvCache([shape], num_bytes=num_bytes, block_tokens=BLOCK_TOKENS)
+        self.pool = ContiguousPool([shape], num_bytes=num_bytes, block_tokens=BLOCK_TOKENS)
+        self.cache = KvCache(self.pool)
         self.forwards: list[dict[str, int]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -39,24 +55,38 @@ class ToyModel:
     def check(self, feed: Feed) -> None:
         if not all(0 <= token < VOCAB_SIZE for token in feed.tokens):
             raise EngineError("unknown token")
+        feed.sequence.check_append(feed.tokens, feed.parents)
 
-    def forward(self, feeds: list[Feed]) -> torch.Tensor:
+    def forward(self, feeds: list[Feed]) -> ForwardOutput:
         self.forwards.append({feed.sequence.key: len(feed.tokens) for feed in feeds})
         self.entered.release()
         self.gate.wait()
         if any(POISON in feed.tokens for feed in feeds):
-            raise RuntimeError("poisoned")
-        return torch.cat([self._append(feed) for feed in feeds])
+            raise RuntimeError("poisoned by 96")
+        sums = [self._append(feed) for feed in feeds]
+        rows = [total[len(total) - feed.num_rows :] for total, feed in zip(sums, feeds, strict=True)]
+        logits = torch.nn.functional.one_hot(torch.cat(rows), VOCAB_SIZE).float()
+        return ForwardOutput(logits, tuple(map(self._observe, feeds, sums)))
 
     def _append(self, feed: Feed) -> torch.Tensor:
+        """Return the sum at each token of the sequence."""
         sequence = feed.sequence
         assert sequence.num_pins == 1
-        keys = self.cache.layers[0].keys[:, 0, 0]
-        begin, length = sequence.first_slot, sequence.length
+        keys = self.pool.layers[0].keys[:, 0, 0]
+        begin, length = self.pool.first_slot(sequence.key), sequence.length
         keys[begin + length : begin + length + len(feed.tokens)] = torch.tensor(feed.tokens, dtype=torch.float32)
-        sequence.advance(len(feed.tokens))
-        sums = keys[begin : begin + sequence.length].cumsum(0).long() % MODULUS
-        return torch.nn.functional.one_hot(sums[sequence.length - feed.num_rows :], VOCAB_SIZE).float()
+        sequence.append(feed.tokens, feed.parents)
+        cached = keys[begin : begin + sequence.length]
+        base = sequence.length - len(feed.parents)
+        sums = cached[:base].cumsum(0)
+        paths = [path_to(node + 1, feed.parents) for node in range(len(feed.parents))]
+        tree = [sums[-1] + sum(cached[base + node] for node in path) for path in paths]
+        return torch.cat([sums, torch.tensor(tree)]).long() % MODULUS
+
+    def _observe(self, feed: Feed, sums: torch.Tensor) -> torch.Tensor | None:
+        if not feed.num_observed:
+            return None
+        return sums[len(sums) - feed.num_observed :, None, None] + torch.tensor(feed.hidden_layers)[:, None]
 
 
 class Generation(Task[list[int]]):
@@ -81,10 +111,10 @@ def decode(tasks: list[Generation], logits: torch.Tensor) -> None:
         if len(task.output) == task.num_new:
             task.finish(task.output)
         else:
-            task.tokens, task.num_rows = [token], 1
+            task.proceed([token])
 
 
-def distribution(tokens: list[int], num_new: int) -> list[int]:
+def generated(tokens: list[int], num_new: int) -> list[int]:
     """What the toy model generates."""
     text = list(tokens)
     for _ in range(num_new):
@@ -105,7 +135,7 @@ async def engine(model: Any, processor: Callable[..., None] = decode, **options:
 
 @asynccontextmanager
 async def standing_still(model: ToyModel, loop: EngineLoop[Any]) -> AsyncIterator[None]:
-    """Hold the engine inside a forward, so that what is submitted meanwhile arrives together."""
+    """Hold the engine inside a forward, so that tasks submitted meanwhile arrive together."""
     while model.entered.acquire(blocking=False):
         pass
     model.gate.clear()
@@ -117,50 +147,49 @@ async def standing_still(model: ToyModel, loop: EngineLoop[Any]) -> AsyncIterato
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for something on another thread; the test's own timeout ends a wait in vain."""
+    """Wait for a state of another thread; the test's own timeout ends a wait in vain."""
     while not happened():
         pass
 
 
-def start(loop: EngineLoop[Any], *tasks: Generation) -> list[asyncio.Future[list[int]]]:
+def start(loop: EngineLoop[Any], *tasks: Task[Any]) -> list[asyncio.Future[Any]]:
     return [asyncio.ensure_future(loop.run(task)) for task in tasks]
 
 
-async def submitted(loop: EngineLoop[Any], *tasks: Generation) -> list[asyncio.Future[list[int]]]:
+async def submitted(loop: EngineLoop[Any], *tasks: Task[Any]) -> list[asyncio.Future[Any]]:
     """Start the tasks and return once they are in the inbox, in order."""
     futures = start(loop, *tasks)
     await asyncio.sleep(0)
     return futures
 
 
-async def test_tasks_that_arrive_during_a_forward_share_the_next() -> None:
+async def test_arrivals_during_a_forward_share_the_next() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         async with standing_still(model, loop):
             futures = await submitted(loop, *(Generation(key, [ord(key) % 50], 3) for key in "abc"))
             assert loop.load.num_waiting == 3
             assert loop.load.num_running == 1
-        assert await asyncio.gather(*futures) == [distribution([ord(key) % 50], 3) for key in "abc"]
+        assert await asyncio.gather(*futures) == [generated([ord(key) % 50], 3) for key in "abc"]
     assert model.forwards == [{"plug": 1}] + 3 * [{"a": 1, "b": 1, "c": 1}]
-    assert (loop.counters.num_forwards, loop.counters.num_tokens, loop.counters.mean_batch_size) == (4, 10, 2.5)
 
 
-async def test_long_prompts_never_keep_a_decoding_task_waiting() -> None:
+async def test_long_prompts_never_delay_decoding() -> None:
     model, prompt = ToyModel(), [index % 90 for index in range(1000)]
     async with engine(model, max_batch_tokens=100, prefill_chunk_tokens=100) as loop:
         async with standing_still(model, loop):
             futures = await submitted(loop, Generation("decoding", [5], 10), Generation("long", prompt))
             futures += await submitted(loop, Generation("longer", [3] * 300))
         assert await asyncio.gather(*futures) == [
-            distribution([5], 10),
-            distribution(prompt, 1),
-            distribution([3] * 300, 1),
+            generated([5], 10),
+            generated(prompt, 1),
+            generated([3] * 300, 1),
         ]
     assert model.forwards[1:11] == [{"decoding": 1, "long": 99}] * 10
     assert sum(forward.get("longer", 0) for forward in model.forwards) == 300
 
 
-async def test_prompts_share_one_chunk_and_leave_room_for_who_decodes() -> None:
+async def test_prompts_share_a_chunk_beside_decoding() -> None:
     model = ToyModel()
     async with engine(model, max_batch_tokens=200, prefill_chunk_tokens=100) as loop:
         async with standing_still(model, loop):
@@ -171,7 +200,7 @@ async def test_prompts_share_one_chunk_and_leave_room_for_who_decodes() -> None:
     assert [forward.get("decoding") for forward in model.forwards[1:4]] == [60, 1, 1]
 
 
-async def test_all_rows_of_a_task_come_from_one_forward() -> None:
+async def test_all_rows_come_from_one_forward() -> None:
     rows: list[torch.Tensor] = []
 
     def keep(tasks: list[Task[None]], logits: torch.Tensor) -> None:
@@ -187,27 +216,27 @@ async def test_all_rows_of_a_task_come_from_one_forward() -> None:
         assert torch.equal(logits.argmax(-1), expected[len(prompt) - num_rows :])
 
 
-async def test_a_batch_is_never_larger_than_allowed() -> None:
+async def test_batches_respect_their_maximum() -> None:
     model = ToyModel()
     async with engine(model, max_batch_tokens=DECODING_TOKENS, prefill_chunk_tokens=DECODING_TOKENS) as loop:
         tasks = [Generation(str(index), [index] * 30, 4) for index in range(7)]
         async with standing_still(model, loop):
             futures = await submitted(loop, *tasks)
-        assert await asyncio.gather(*futures) == [distribution([index] * 30, 4) for index in range(7)]
+        assert await asyncio.gather(*futures) == [generated([index] * 30, 4) for index in range(7)]
     assert max(sum(forward.values()) for forward in model.forwards) <= DECODING_TOKENS
 
 
-async def test_one_sequence_serves_its_tasks_one_after_another() -> None:
+async def test_tasks_of_one_sequence_run_in_turn() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         async with standing_still(model, loop):
             first, second = Generation("a", [1, 2], 3), Generation("a", [9], 2, start=1)
             futures = await submitted(loop, first, second)
-        assert await asyncio.gather(*futures) == [distribution([1, 2], 3), distribution([1, 9], 2)]
+        assert await asyncio.gather(*futures) == [generated([1, 2], 3), generated([1, 9], 2)]
         assert model.cache.open("a").length == 3
 
 
-async def test_a_cancelled_task_leaves_its_sequence_and_its_batch_mates_alone() -> None:
+async def test_cancelling_leaves_sequence_and_mates_alone() -> None:
     class Endless(Generation):
         pass
 
@@ -224,44 +253,56 @@ async def test_a_cancelled_task_leaves_its_sequence_and_its_batch_mates_alone() 
         await loop.run(Generation("a", [1, 2, 3]))
         async with standing_still(model, loop):
             futures = await submitted(loop, Endless("a", [4] * 9, start=2), Generation("mate", [5], 2))
-        assert await futures[1] == distribution([5], 2)
+        assert await futures[1] == generated([5], 2)
         async with standing_still(model, loop):
             mate = await submitted(loop, Generation("mate", [5], 2))
             assert model.cache.open("a").length >= 10
             futures[0].cancel()
             await asyncio.wait([futures[0]])
         assert futures[0].cancelled()
-        assert await mate[0] == distribution([5], 2)
+        assert await mate[0] == generated([5], 2)
         assert model.cache.open("a").length == 2
-        assert await loop.run(Generation("a", [7], 1, start=2)) == distribution([1, 2, 7], 1)
+        assert await loop.run(Generation("a", [7], 1, start=2)) == generated([1, 2, 7], 1)
         assert loop.load.num_running == loop.load.num_waiting == 0
 
 
-async def test_a_task_cancelled_while_it_waits_never_runs() -> None:
+async def test_task_cancelled_while_waiting_never_runs() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         async with standing_still(model, loop):
             futures = await submitted(loop, Generation("a", [1]), Generation("b", [2]))
             futures[0].cancel()
             await asyncio.wait([futures[0]])
-        assert await futures[1] == distribution([2], 1)
+        assert await futures[1] == generated([2], 1)
     assert all("a" not in forward for forward in model.forwards)
 
 
-async def test_a_failing_forward_fails_its_batch_only() -> None:
+async def test_failing_forward_fails_its_batch_only(caplog: pytest.LogCaptureFixture) -> None:
     model = ToyModel()
     async with engine(model) as loop:
         await loop.run(Generation("mate", [1, 2]))
+        caplog.clear()
         async with standing_still(model, loop):
             futures = await submitted(loop, Generation("mate", [3], 1, start=2), Generation("bad", [POISON]))
         for failed in await asyncio.gather(*futures, return_exceptions=True):
             assert isinstance(failed, EngineError)
             assert "the forward failed: RuntimeError: poisoned" in str(failed)
+        assert_logged(caplog, "engine_tasks_failed", stage="the forward", error="RuntimeError", num_tasks=2)
         assert model.cache.open("mate").length == 2
-        assert await loop.run(Generation("mate", [3], 1, start=2)) == distribution([1, 2, 3], 1)
+        assert await loop.run(Generation("mate", [3], 1, start=2)) == generated([1, 2, 3], 1)
 
 
-async def test_a_failing_processor_fails_only_who_was_due() -> None:
+def assert_logged(caplog: pytest.LogCaptureFixture, event: str, **facts: object) -> None:
+    """One error of these facts and a place, and neither a traceback nor the exception's own words."""
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.getMessage() == event
+    assert {name: record.__dict__[name] for name in facts} == facts
+    assert record.__dict__["where"].startswith(Path(__file__).name)
+    assert record.exc_info is None
+    assert not any("96" in str(value) for name, value in record.__dict__.items() if name in (*facts, "where", "msg"))
+
+
+async def test_failing_processor_fails_due_tasks_only() -> None:
     def fail_once(tasks: list[Generation], logits: torch.Tensor) -> None:
         if any(task.key == "bad" for task in tasks):
             raise ZeroDivisionError
@@ -274,28 +315,28 @@ async def test_a_failing_processor_fails_only_who_was_due() -> None:
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert isinstance(results[0], EngineError)
         assert isinstance(results[0].__cause__, ZeroDivisionError)
-        assert results[1] == distribution([2] * 500, 1)
+        assert results[1] == generated([2] * 500, 1)
         assert model.cache.open("bad").length == 0
 
 
-async def test_a_bad_task_fails_before_it_can_harm_a_batch() -> None:
+async def test_bad_task_fails_outside_the_batch() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         async with standing_still(model, loop):
             futures = await submitted(loop, Generation("bad", [VOCAB_SIZE]), Generation("good", [1]))
         results = await asyncio.gather(*futures, return_exceptions=True)
     assert isinstance(results[0], EngineError)
-    assert results[1] == distribution([1], 1)
+    assert results[1] == generated([1], 1)
     assert model.forwards[-1] == {"good": 1}
 
 
-async def test_a_processor_must_end_a_task_or_give_it_tokens() -> None:
+async def test_processor_must_end_or_continue_tasks() -> None:
     async with engine(ToyModel(), lambda tasks, logits: None) as loop:
         with pytest.raises(EngineError, match="neither"):
             await loop.run(Generation("a", [1]))
 
 
-async def test_a_processor_can_fail_one_task() -> None:
+async def test_processor_can_fail_one_task() -> None:
     def fail_bad(tasks: list[Generation], logits: torch.Tensor) -> None:
         for task in tasks:
             if task.key == "bad":
@@ -312,16 +353,16 @@ async def test_a_processor_can_fail_one_task() -> None:
     assert isinstance(results[1], ArithmeticError)
 
 
-async def test_a_task_that_builds_on_more_than_is_cached_is_told_how_much_is() -> None:
+async def test_missing_prefix_is_reported() -> None:
     async with engine(ToyModel()) as loop:
         await loop.run(Generation("a", [1, 2, 3]))
         with pytest.raises(CacheMiss) as missed:
             await loop.run(Generation("a", [1], start=5))
         assert missed.value.cached_len == 3
-        assert await loop.run(Generation("a", [4], 1, start=3)) == distribution([1, 2, 3, 4], 1)
+        assert await loop.run(Generation("a", [4], 1, start=3)) == generated([1, 2, 3, 4], 1)
 
 
-async def test_a_task_may_end_in_prepare() -> None:
+async def test_tasks_may_end_in_prepare() -> None:
     class Early(Generation):
         def prepare(self) -> None:
             self.finish([self.sequence.length])
@@ -335,31 +376,31 @@ async def test_a_task_may_end_in_prepare() -> None:
 
 
 class TestScarceMemory:
-    async def test_a_task_waits_until_others_make_room(self) -> None:
+    async def test_tasks_wait_for_room(self) -> None:
         model = ToyModel(num_blocks=10)
         async with engine(model, prefill_chunk_tokens=DECODING_TOKENS) as loop:
             prompts = [[index] * 70 for index in range(4)]  # nine of ten blocks each
             results = await asyncio.gather(*(loop.run(Generation(str(p[0]), p, 5)) for p in prompts))
-        assert results == [distribution(prompt, 5) for prompt in prompts]
+        assert results == [generated(prompt, 5) for prompt in prompts]
         assert all(sequence.num_pins == 0 for sequence in model.cache.sequences)
 
-    async def test_a_task_that_lost_its_room_starts_again(self) -> None:
+    async def test_evicted_task_starts_again(self) -> None:
         model = ToyModel(num_blocks=10)
         tasks = [Generation(key, [3] * 4, 60) for key in "ab"]  # each grows to eight blocks
         async with engine(model) as loop:
             async with standing_still(model, loop):
                 futures = await submitted(loop, *tasks)
-            assert await asyncio.gather(*futures) == [distribution([3] * 4, 60)] * 2
+            assert await asyncio.gather(*futures) == [generated([3] * 4, 60)] * 2
         assert [task.num_prepared for task in tasks] == [1, 2]  # the younger made way, once
 
-    async def test_what_can_never_fit_fails_at_once(self) -> None:
+    async def test_too_long_tasks_fail_at_once(self) -> None:
         model = ToyModel(num_blocks=10)
         async with engine(model) as loop:
             with pytest.raises(CacheFull, match="do not fit"):
                 await loop.run(Generation("a", [1] * 81))
             with pytest.raises(CacheFull, match="do not fit"):
                 await loop.run(Generation("a", [1] * 79, 5))
-            assert await loop.run(Generation("a", [1] * 79, 2)) == distribution([1] * 79, 2)
+            assert await loop.run(Generation("a", [1] * 79, 2)) == generated([1] * 79, 2)
 
     async def test_first_come_first_served(self) -> None:
         model = ToyModel(num_blocks=10)
@@ -372,17 +413,17 @@ class TestScarceMemory:
         first = {key: min(i for i, forward in enumerate(model.forwards) if key in forward) for key in ("huge", "small")}
         assert first["huge"] <= first["small"]
 
-    async def test_idle_sequences_give_way_and_come_back(self) -> None:
+    async def test_idle_sequences_are_evicted(self) -> None:
         model = ToyModel(num_blocks=10)
         async with engine(model) as loop:
             for key in "abcdef":
-                assert await loop.run(Generation(key, [ord(key) % 50] * 20, 2)) == distribution([ord(key) % 50] * 20, 2)
+                assert await loop.run(Generation(key, [ord(key) % 50] * 20, 2)) == generated([ord(key) % 50] * 20, 2)
             with pytest.raises(CacheMiss) as missed:
                 await loop.run(Generation("a", [1], start=20))
             assert missed.value.cached_len == 0
 
 
-async def test_forgetting_frees_a_sequence_once_it_is_idle() -> None:
+async def test_forgotten_sequences_are_freed_when_idle() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         await loop.run(Generation("idle", [1] * 30))
@@ -390,12 +431,12 @@ async def test_forgetting_frees_a_sequence_once_it_is_idle() -> None:
             futures = await submitted(loop, Generation("busy", [2] * 30, 3))
             loop.forget("idle")
             loop.forget("busy")
-        assert await futures[0] == distribution([2] * 30, 3)
+        assert await futures[0] == generated([2] * 30, 3)
         await loop.run(Generation("last", [1]))
         assert {sequence.key for sequence in model.cache.sequences} == {"plug", "last"}
 
 
-async def test_the_event_loop_lives_while_a_forward_runs() -> None:
+async def test_event_loop_runs_during_forwards() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         assert not loop.is_stalled(0)
@@ -422,7 +463,7 @@ async def test_timings_add_up() -> None:
     assert task.timings.queue_s + task.timings.forward_s <= task.timings.total_s
 
 
-async def test_stopping_fails_what_is_not_done() -> None:
+async def test_stopping_fails_unfinished_tasks() -> None:
     model = ToyModel()
     loop = EngineLoop(model, decode)
     with pytest.raises(EngineError, match="not running"):
@@ -432,7 +473,7 @@ async def test_stopping_fails_what_is_not_done() -> None:
         futures = await submitted(loop, Generation("a", [1]), Generation("b", [1] * 500, 2))
         stopping = threading.Thread(target=loop.stop)
         stopping.start()
-        await asyncio.to_thread(until, lambda: loop._inbox.qsize() == 3)
+        await asyncio.to_thread(until, lambda: loop.load.num_waiting == 3)
     await asyncio.to_thread(stopping.join)
     for result in await asyncio.gather(*futures, return_exceptions=True):
         assert isinstance(result, EngineError)
@@ -447,9 +488,9 @@ def test_chunks_must_fit_into_batches() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_bytes", [1 << 20, 3 * 2 * 2 * 12 * 4 * 128])
-async def test_greedy_text_does_not_depend_on_company(tmp_path: Path, kv_cache_bytes: int) -> None:
+async def test_greedy_text_is_independent_of_batch(tmp_path: Path, kv_cache_bytes: int) -> None:
     folder = architectures.build("llama", tmp_path)
-    model = LanguageModel.load(str(folder), device="cpu", dtype="float32", kv_cache_bytes=kv_cache_bytes)
+    model = load(folder, kv_cache_bytes=kv_cache_bytes)
     tasks = [Generation(str(index), [index + 1] * (1 + 9 * index), 20) for index in range(9)]
     alone: list[list[int]] = []
     async with engine(model) as loop:
@@ -457,3 +498,177 @@ async def test_greedy_text_does_not_depend_on_company(tmp_path: Path, kv_cache_b
             alone.append(await loop.run(Generation("alone", task.tokens, task.num_new)))
         together = await asyncio.gather(*start(loop, *tasks))
     assert together == alone
+
+
+class Scoring(Task[list[int]]):
+    """One round of a target: the greedy token at the last committed token and at each draft token."""
+
+    def __init__(
+        self, start: int, committed: list[int], draft: list[int], parents: tuple[int, ...], **more: Any
+    ) -> None:
+        super().__init__("a", start, [*committed, *draft], len(draft) + 1, parents=parents, **more)
+        self.committed = committed
+
+
+def score(tasks: list[Any], logits: torch.Tensor) -> None:
+    """End each task with its rows' tokens; the plug with nothing."""
+    parts = torch.split(logits.argmax(-1), [task.num_rows for task in tasks])
+    for task, rows in zip(tasks, parts, strict=True):
+        task.finish(rows.tolist())
+
+
+class TestTrees:
+    """Rounds on one sequence; the text is 1 2 3, then the tree 10 (20, 21), 11."""
+
+    TREE = (10, 20, 21, 11)
+    PARENTS = (0, 1, 1, 0)
+
+    def first_round(self, **more: Any) -> Scoring:
+        return Scoring(0, [1, 2, 3], list(self.TREE), self.PARENTS, **more)
+
+    async def test_rows_follow_their_paths(self) -> None:
+        async with engine(ToyModel(), score) as loop:
+            assert await loop.run(self.first_round()) == [6, 16, 36, 37, 17]
+
+    async def test_accepted_path_is_not_fed_again(self) -> None:
+        model = ToyModel()
+        async with engine(model, score) as loop:
+            await loop.run(self.first_round())
+            assert await loop.run(Scoring(3, [10, 21, 5], [30], (0,))) == [42, 72]
+            assert await loop.run(Scoring(6, [30, 7], [], ())) == [79]
+        assert [forward["a"] for forward in model.forwards] == [7, 2, 1]
+
+    async def test_repeated_rounds_feed_the_same(self) -> None:
+        model = ToyModel()
+        async with engine(model, score) as loop:
+            await loop.run(self.first_round())
+            for _ in range(3):
+                assert await loop.run(Scoring(3, [10, 21, 5], [30, 31], (0, 0))) == [42, 72, 73]
+        assert [forward["a"] for forward in model.forwards] == [7, 3, 3, 3]
+
+    @pytest.mark.parametrize("num_rows", [1, 91])
+    async def test_trees_are_never_split(self, num_rows: int) -> None:
+        model, prompt = ToyModel(), [1] * 150
+        task = Task[list[int]]("a", 0, [*prompt, *[2] * 90], num_rows, parents=(0,) * 90)
+        async with engine(model, score, max_batch_tokens=100, prefill_chunk_tokens=100) as loop:
+            assert await loop.run(task) == ([150 % MODULUS] + [152 % MODULUS] * 90)[-num_rows:]
+        assert sum(forward["a"] for forward in model.forwards) == 240
+
+    async def test_failed_rounds_keep_the_accepted_path(self) -> None:
+        model = ToyModel()
+        async with engine(model, score) as loop:
+            await loop.run(self.first_round())
+            with pytest.raises(EngineError, match="poisoned"):
+                await loop.run(Scoring(3, [10, 20, 4], [POISON, 5], (0, 0)))
+            assert list(model.cache.open("a").tokens) == [1, 2, 3, 10, 20]
+            assert await loop.run(Scoring(3, [10, 20, 4], [6, 5], (0, 0))) == [40, 46, 45]
+        assert [forward["a"] for forward in model.forwards] == [7, 3, 3]
+
+    async def test_cancelled_rounds_can_be_repeated(self) -> None:
+        model = ToyModel()
+        async with engine(model, score) as loop:
+            await loop.run(self.first_round())
+            await asyncio.to_thread(model.entered.acquire)
+            model.gate.clear()
+            (future,) = await submitted(loop, Scoring(3, [10, 20, 4], [5, 6], (0, 0)))
+            await asyncio.to_thread(model.entered.acquire)  # its forward has begun
+            future.cancel()
+            await asyncio.wait([future])
+            model.gate.set()
+            assert await loop.run(Scoring(3, [10, 20, 4], [5, 6], (0, 0))) == [40, 45, 46]
+        assert [forward["a"] for forward in model.forwards] == [7, 3, 3]
+
+    async def test_rounds_cancelled_while_waiting_keep_the_tree(self) -> None:
+        model = ToyModel()
+        async with engine(model, score) as loop:
+            await loop.run(self.first_round())
+            async with standing_still(model, loop):
+                (future,) = await submitted(loop, Scoring(3, [11, 4], [5], (0,)))
+                future.cancel()
+                await asyncio.wait([future])
+            assert await loop.run(Scoring(3, [10, 21, 4], [], ())) == [41]
+        assert [forward["a"] for forward in model.forwards if "a" in forward] == [7, 1]
+
+    async def test_evicted_trees_are_reported(self) -> None:
+        model = ToyModel(num_blocks=2)
+        async with engine(model, score) as loop:
+            await loop.run(self.first_round())
+            await loop.run(Task("big", 0, [1] * 16, 1))
+            with pytest.raises(CacheMiss) as missed:
+                await loop.run(Scoring(3, [10, 4], [5], (0,)))
+            assert missed.value.cached_len == 0
+            assert await loop.run(Scoring(0, [1, 2, 3, 10, 4], [5], (0,))) == [20, 25]
+
+    async def test_new_streams_keep_what_matches(self) -> None:
+        model = ToyModel()
+        async with engine(model, score) as loop:
+            await loop.run(self.first_round())
+            assert await loop.run(Scoring(0, [1, 2, 3, 10, 21, 9], [4], (0,), match=True)) == [46, 50]
+        assert [forward["a"] for forward in model.forwards] == [7, 2]
+
+    async def test_drafted_chains_are_recognised(self) -> None:
+        model = ToyModel()
+        async with engine(model) as loop:
+            drafted = await loop.run(Generation("a", [1, 2, 3], 3))
+            assert drafted == generated([1, 2, 3], 3)
+            await loop.run(Generation("a", [*drafted[:2], 7], 1, start=3))
+        assert [forward["a"] for forward in model.forwards] == [3, 1, 1, 1]
+        assert list(model.cache.open("a").tokens) == [1, 2, 3, *drafted[:2], 7]
+
+
+class TestHiddenStates:
+    async def observed(self, task: Task[Any], **options: int) -> torch.Tensor | None:
+        seen: list[torch.Tensor | None] = []
+
+        def observe(tasks: list[Task[Any]], logits: torch.Tensor) -> None:
+            seen.extend(task.hidden_states for task in tasks)
+            score(tasks, logits)
+
+        async with engine(ToyModel(), observe, **options) as loop:
+            await loop.run(task)
+        return seen[0]
+
+    @pytest.mark.parametrize("count", [1, 50, 150, 300])
+    async def test_states_span_prefill_chunks(self, count: int) -> None:
+        prompt = [index % 90 for index in range(300)]
+        task = Task[Any]("a", 0, prompt, 1, hidden_layers=(0, 2), num_observed=count)
+        states = await self.observed(task, max_batch_tokens=64, prefill_chunk_tokens=64)
+        sums = torch.tensor(prompt).cumsum(0) % MODULUS
+        assert states is not None
+        assert torch.equal(states, torch.stack([sums, sums + 2], dim=1)[300 - count :, :, None])
+
+    async def test_trees_are_observed_with_their_root(self) -> None:
+        task = Scoring(0, [1, 2, 3], [10, 20], (0, 0), hidden_layers=(1,), num_observed=3)
+        states = await self.observed(task)
+        assert states is not None
+        assert states.flatten().tolist() == [7, 17, 27]
+
+    async def test_nothing_is_observed_unasked(self) -> None:
+        assert await self.observed(Task[Any]("a", 0, [1, 2], 1)) is None
+
+
+async def test_states_of_a_task() -> None:
+    model, task = ToyModel(), Generation("a", [1])
+    states = [task.state]
+    async with engine(model) as loop:
+        async with standing_still(model, loop):
+            (future,) = await submitted(loop, task)
+            states.append(task.state)
+        await future
+        assert [*states, task.state] == [TaskState.NEW, TaskState.WAITING, TaskState.ENDED]
+        with pytest.raises(EngineError, match="already run"):
+            await loop.run(task)
+
+
+async def test_full_cache_suspends_the_youngest() -> None:
+    model, seen = ToyModel(num_blocks=10), set[tuple[str, TaskState]]()
+    tasks = [Generation(key, [3] * 4, 60) for key in "ab"]  # each grows to eight blocks
+
+    def watch(due: list[Generation], logits: torch.Tensor) -> None:
+        seen.update((task.key, task.state) for task in tasks)
+        decode(due, logits)
+
+    async with engine(model, watch) as loop:
+        await asyncio.gather(*start(loop, *tasks))
+    assert ("b", TaskState.SUSPENDED) in seen
+    assert ("a", TaskState.SUSPENDED) not in seen

@@ -122,7 +122,7 @@ def build(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Save the tiny model `name`, float32 and always the same, and return `folder`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config({**SERVED, **REFUSED}[name](), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config({**SERVED, **REFUSED}[name](), dtype=torch.float32)  # type: ignore[no-untyped-call]
         _stir(model)
     model.save_pretrained(folder)
     return folder

@@ -1,6 +1,6 @@
 """All three services on loopback ports, in the test's own process: real servers, real engines, no process start-up."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,16 @@ from tokenizers.models import WordLevel
 
 from coordinator.__main__ import SERVICE as GENERATION_SERVICE
 from coordinator.__main__ import built as built_coordinator
+from coordinator.settings import CoordinatorSettings
 from draft_service.__main__ import SERVICE as DRAFT_SERVICE
 from draft_service.__main__ import built as built_draft
+from draft_service.drafter import DrafterKind
+from draft_service.registry import registered
+from draft_service.settings import DraftWorkerSettings, settings_for
 from specdec.serving.server import serving
-from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings
 from target_service.__main__ import SERVICE as TARGET_SERVICE
 from target_service.__main__ import built as built_target
+from target_service.settings import TargetSettings
 
 WORKER = {"port": 0, "dtype": "float32", "kv_cache_bytes": 64 << 20, "drain_s": 0}
 
@@ -32,7 +36,12 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    target: Path, draft_model: Path | None = None, *, drafters: str = "", **coordinator: object
+    target: Path,
+    draft_model: Path | None = None,
+    *,
+    drafters: str = "",
+    kinds: Mapping[str, DrafterKind] | None = None,
+    **coordinator: object,
 ) -> AsyncIterator[Cluster]:
     """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
     torch.set_num_threads(1)
@@ -40,8 +49,9 @@ async def cluster(
     async with AsyncExitStack() as stack:
         target_address = await stack.enter_async_context(serving_target(target))
         model = str(draft_model) if draft_model else None
-        settings = DraftSettings(model=model, drafters=drafters, **WORKER)
-        draft_address = await stack.enter_async_context(_draft(settings))
+        kinds = kinds or registered()
+        settings = settings_for(kinds)(model=model, drafters=drafters, **WORKER)
+        draft_address = await stack.enter_async_context(_draft(settings, kinds))
         served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
         address = await stack.enter_async_context(serving_coordinator(**served))
         yield Cluster(address, target_address, draft_address)
@@ -64,8 +74,8 @@ async def serving_coordinator(**settings: object) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _draft(settings: DraftSettings) -> AsyncIterator[str]:
-    async with serving(settings, DRAFT_SERVICE, lambda server: built_draft(settings, server)) as server:
+async def _draft(settings: DraftWorkerSettings, kinds: Mapping[str, DrafterKind]) -> AsyncIterator[str]:
+    async with serving(settings, DRAFT_SERVICE, lambda server: built_draft(settings, server, kinds)) as server:
         yield f"127.0.0.1:{server.port}"
 
 

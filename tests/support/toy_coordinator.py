@@ -8,15 +8,16 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from coordinator.draft import OfferedDrafter
 from coordinator.generation import Chunk, chain
 from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
+from coordinator.rounds import Scored
 from coordinator.running import Ending
 from coordinator.service import Coordinator, Workers
 from coordinator.sessions import SessionStore
 from coordinator.streams import WorkerSession
-from coordinator.target import Scored
 from specdec import messages
 from specdec.exact.values import Proposal
 from specdec.types import ModelInfo, SamplingParams
@@ -38,7 +39,7 @@ class Drafter(ToyDrafter):
     async def close(self) -> None:
         self.num_closed += 1
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         self.num_abandoned += 1
 
 
@@ -55,7 +56,7 @@ class Scorer(ToyScorer):
     async def close(self) -> None:
         self.num_closed += 1
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         self.num_abandoned += 1
 
 
@@ -78,6 +79,12 @@ class ToyWorkers:
         self.before: Callable[[int], Any] = Gate()
         self.scorers: list[Scorer] = []
         self.drafters: list[Drafter] = []
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """How often each handle was closed and abandoned: scorers, then drafters."""
+        handles: list[Scorer | Drafter] = [*self.scorers, *self.drafters]
+        return [(handle.num_closed, handle.num_abandoned) for handle in handles]
 
     def open(self, session: WorkerSession, *rest: object) -> Any:
         """Return a scorer to the one who asks for a target's, a drafter to the one who asks for a draft's."""
@@ -106,8 +113,8 @@ class ToyCapabilities:
     def ask_soon(self) -> None:
         """Nothing changes."""
 
-    def drafter(self, name: str | None) -> tuple[str, ModelInfo | None]:
-        return "toy", self.target
+    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
+        return "toy", OfferedDrafter(self.target)
 
 
 class ToyCoordinator(Coordinator):
@@ -159,11 +166,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def take(chunks: Chunks, count: int) -> list[int]:
     """Read chunks until there are at least so many tokens."""
+    return (await take_last(chunks, count))[0]
+
+
+async def take_last(chunks: Chunks, count: int) -> tuple[list[int], Chunk]:
+    """Read chunks until there are at least so many tokens; return them and the last chunk."""
     tokens: list[int] = []
     while len(tokens) < count:
         chunk, _ = await anext(chunks)
         tokens += tokens_of(chunk)
-    return tokens
+    return tokens, chunk
 
 
 async def read_into(tokens: list[int], chunks: Chunks) -> None:

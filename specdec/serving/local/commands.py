@@ -5,14 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from specdec.serving.local.options import NGRAM_ONLY, NO_DRAFT, Options
-from specdec.serving.settings import (
-    ENV_PREFIX,
-    CoordinatorSettings,
-    DraftSettings,
-    ServiceSettings,
-    TargetSettings,
-    variable_names,
-)
+from specdec.serving.settings import ENV_PREFIX, settings_of, variable_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +14,6 @@ class Command:
 
     name: str
     module: str
-    settings: type[ServiceSettings]
     flags: tuple[str, ...]
     num_threads: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)  # what must not be on a command line
@@ -38,19 +30,17 @@ def worker_commands(options: Options, num_cores: int) -> list[Command]:
     ports = count((options.metrics_ports or 0) + 1)
     return [
         *(
-            _worker("target", TargetSettings, options, options.target_threads or target_threads, ports, number)
+            _worker("target", options, options.target_threads or target_threads, ports, number)
             for number in range(options.num_targets)
         ),
         *(
-            _worker("draft", DraftSettings, options, options.draft_threads or draft_threads, ports, number)
+            _worker("draft", options, options.draft_threads or draft_threads, ports, number)
             for number in range(options.num_drafts if options.draft != NO_DRAFT else 0)
         ),
     ]
 
 
-def _worker(
-    kind: str, settings: type[ServiceSettings], options: Options, num_threads: int, ports: "count[int]", number: int
-) -> Command:
+def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", number: int) -> Command:
     model = ("--model", options.target) if kind == "target" else _draft_flags(options.draft)
     flags = (
         *model,
@@ -59,7 +49,7 @@ def _worker(
         *_common_flags(options, next(ports)),
     )
     name = f"{kind} worker {number + 1}" if number else f"{kind} worker"
-    return Command(name, f"{kind}_service", settings, flags, num_threads)
+    return Command(name, f"{kind}_service", flags, num_threads)
 
 
 def _draft_flags(draft: str) -> tuple[str, ...]:
@@ -81,7 +71,7 @@ def coordinator_command(options: Options, target_ports: Sequence[int], draft_por
     )
     # every user of the machine can read command lines, and a Redis URL may hold a password
     variables = {f"{ENV_PREFIX}STORE": options.store}
-    return Command("coordinator", "coordinator", CoordinatorSettings, flags, variables=variables)
+    return Command("coordinator", "coordinator", flags, variables=variables)
 
 
 def _addresses(ports: Sequence[int]) -> str:
@@ -93,7 +83,7 @@ def environment_of(command: Command, environment: Mapping[str, str]) -> dict[str
 
     Threads that wait must not spin: with as many processes as cores they would take each other's.
     """
-    mine = variable_names(command.settings)
+    mine = variable_names(settings_of(command.module))
     kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX) or name in mine}
     defaults = {
         "OMP_NUM_THREADS": str(command.num_threads),

@@ -8,15 +8,9 @@ from urllib.parse import urlsplit
 
 from specdec.serving.local.commands import coordinator_command, worker_commands
 from specdec.serving.local.options import ADDRESS_VARIABLE, NGRAM_ONLY, NO_DRAFT, CannotRun, Options
-from specdec.serving.settings import (
-    ENV_PREFIX,
-    CoordinatorSettings,
-    DraftSettings,
-    TargetSettings,
-    refuse_unknown,
-    variable_names,
-)
+from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
 
+MODULES = ("coordinator", "target_service", "draft_service")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -41,7 +35,7 @@ def _check_model(flag: str, name: str) -> None:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    kinds = (CoordinatorSettings, TargetSettings, DraftSettings)
+    kinds = [settings_of(module) for module in MODULES]
     known = [ADDRESS_VARIABLE, *(name for kind in kinds for name in variable_names(kind))]
     try:
         refuse_unknown(known, [name for name in environment if name.startswith(ENV_PREFIX)], "variable")

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Self
 
@@ -10,14 +10,20 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
-from specdec.client import Client, SamplingParams, SpecdecError
+from specdec.client import AsyncClient
+from specdec.errors import SpecdecError
 from specdec.serving.child import Child, OnLine
 from specdec.serving.local.commands import Command, coordinator_command, environment_of, worker_commands
 from specdec.serving.local.options import CannotRun, Options
 from specdec.serving.local.preflight import check
+from specdec.types import SamplingParams
 
 ASK_AGAIN_S = 0.1  # where a service was cut off while it was asked for its health
 WARM_UP_S = 120.0  # a first forward may compile
+
+
+WorkerCommands = Callable[[Options, int], list[Command]]
+"""Gives the workers to start on a machine of so many cores, targets first."""
 
 
 class Stack:
@@ -26,8 +32,9 @@ class Stack:
     `death` becomes the first child that ended by itself. Raises CannotRun.
     """
 
-    def __init__(self, options: Options, on_line: OnLine) -> None:
+    def __init__(self, options: Options, on_line: OnLine, commands: WorkerCommands) -> None:
         self.options = options
+        self._commands = commands
         self.children: list[Child] = []
         self.death: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self.port = options.port
@@ -70,10 +77,10 @@ class Stack:
             child.kill()
 
     async def _start(self) -> None:
-        commands = worker_commands(self.options, len(os.sched_getaffinity(0)))
+        commands = self._commands(self.options, len(os.sched_getaffinity(0)))
         workers = [await self._launch(command) for command in commands]
         ports = [await child.port for child in workers]
-        services = ["Target" if command.module == "target_service" else "Draft" for command in commands]
+        services = ["Target" if command.name.startswith("target") else "Draft" for command in commands]
         await asyncio.gather(*map(_serving, ports, services))
         by_kind = {kind: [port for port, own in zip(ports, services, strict=True) if own == kind] for kind in services}
         command = coordinator_command(self.options, by_kind["Target"], by_kind.get("Draft", []))
@@ -95,9 +102,9 @@ class Stack:
     async def _prove(self) -> None:
         """Generate one token of token 0, which every vocabulary has."""
         sampling = SamplingParams(temperature=0.0, max_new_tokens=1)
-        async with Client(self.address, timeout_s=WARM_UP_S) as client:
+        async with AsyncClient(self.address, timeout_s=WARM_UP_S) as client:
             try:
-                await client.complete([0], sampling=sampling)
+                await client.complete(prompt_token_ids=[0], sampling=sampling)
             except SpecdecError as error:
                 raise CannotRun(f"the services run, but a first token did not come: {error}") from error
 
@@ -113,9 +120,9 @@ class Stack:
             await asyncio.gather(task, return_exceptions=True)
 
 
-def running(options: Options, on_line: OnLine) -> Stack:
+def running(options: Options, on_line: OnLine, commands: WorkerCommands = worker_commands) -> Stack:
     """Return the services, to be entered; `on_line(name, entry)` gets each line that one of them logs."""
-    return Stack(options, on_line)
+    return Stack(options, on_line, commands)
 
 
 async def _serving(port: int, service: str) -> None:

@@ -1,4 +1,4 @@
-"""Loading a model from the hub or a folder, refusing what must not or cannot be served."""
+"""Reading a transformers model from the hub or a folder, refusing what must not or cannot be served."""
 
 import os
 from pathlib import Path
@@ -65,6 +65,13 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: str) -> PreT
     _refuse_recurrent(name_or_path, model)
     nn.Module.to(model, device)
     return nn.Module.eval(model)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Return how many token ids the model can read."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[0]
 
 
 def _width(config: PreTrainedConfig) -> int:

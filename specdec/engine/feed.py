@@ -1,0 +1,29 @@
+"""What goes into a forward and what comes out."""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens to append to one sequence, and what is wanted of their positions."""
+
+    sequence: Sequence
+    tokens: list[int]
+    num_rows: int  # logits are wanted of so many last tokens; 0: none
+    parents: tuple[int, ...] = ()  # so many last tokens form a tree: see `tree.py`; empty: all form a chain
+    hidden_layers: tuple[int, ...] = ()  # 0: the embeddings; l: after l layers; num_layers: what the head reads
+    num_observed: int = 0  # hidden states are wanted of so many last tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """What the model computed for a list of feeds, in their order."""
+
+    logits: torch.Tensor  # float32 [sum of num_rows, vocab_size]
+    hidden_states: tuple[torch.Tensor | None, ...]
+    """For each feed [num_observed, len(hidden_layers), hidden_size], in the model's type; None where none were asked
+    for."""

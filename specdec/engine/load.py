@@ -1,0 +1,116 @@
+"""Making a language model: read, packed, checked, and served through the fused forward where that is possible."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.attention import ATTENTION_NAME, NewBackend, PoolOptions, ShapeProbe, attending
+from specdec.engine.check import Reference, float32_copy
+from specdec.engine.decoder import Decoder, PackedRow, TransformersDecoder
+from specdec.engine.errors import CacheFull, ModelRefused, where_raised
+from specdec.engine.fused import FusedDecoder, has_fused_forward
+from specdec.engine.model import LanguageModel, ModelFacts
+from specdec.engine.pool import LayerShape
+from specdec.engine.pretrained import choose_device, load_pretrained, num_embeddings
+from specdec.engine.sdpa import SdpaBackend
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 32  # half a block is lost per sequence; growing into a new block costs some microseconds
+CHECK_CACHE_BYTES = 64 << 20  # for two short prompts of a model small enough to be copied
+ONE_TOKEN = PackedRow([0], [0], [0], [], ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """How a model that was read is to be served."""
+
+    name: str
+    kv_cache_bytes: int
+    block_tokens: int
+    self_check: bool
+    new_backend: NewBackend
+
+
+def load_language_model(
+    name_or_path: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    kv_cache_bytes: int,
+    block_tokens: int = BLOCK_TOKENS,
+    self_check: bool = True,
+    new_backend: NewBackend = SdpaBackend,
+) -> LanguageModel:
+    """Load a transformers causal LM by hub id or local folder.
+
+    `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
+    computes it faster). The cache takes `kv_cache_bytes` bytes. Only safetensors weights are read, and no code that
+    comes with a model is run. Raises ModelRefused when the model cannot be loaded or served exactly, CacheFull when
+    the bytes hold not one block or are not there.
+    """
+    options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend)
+    pretrained = load_pretrained(name_or_path, choose_device(device), dtype)
+    if has_fused_forward(pretrained):
+        try:
+            return _serve(pretrained, options, fused=True)
+        except CacheFull:
+            raise
+        except Exception as error:
+            facts = {"model": name_or_path, "error": type(error).__name__, "where": where_raised(error)}
+            logger.warning("fused_forward_refused", extra=facts)
+        pretrained = load_pretrained(name_or_path, choose_device(device), dtype)  # the fused decoder took its weights
+    return _serve(pretrained, options, fused=False)
+
+
+def _serve(pretrained: PreTrainedModel, options: _Options, *, fused: bool) -> LanguageModel:
+    """Pack the model, and compare it with its own forward, in float32 as well where a copy is affordable."""
+    if not options.self_check:
+        return _pack(pretrained, options, fused=fused)
+    copy = float32_copy(pretrained)
+    if copy is not None:
+        copy_reference = Reference(copy)
+        copy_reference.check(_pack(copy, replace(options, kv_cache_bytes=CHECK_CACHE_BYTES), fused=fused))
+        del copy
+    reference = Reference(pretrained)
+    model = _pack(pretrained, options, fused=fused)
+    reference.check(model)
+    return model
+
+
+def _pack(pretrained: PreTrainedModel, options: _Options, *, fused: bool) -> LanguageModel:
+    """Replace the model's attention function and give it a cache; its own forward is lost."""
+    pretrained.set_attn_implementation(ATTENTION_NAME)
+    text_config = pretrained.config.get_text_config(decoder=True)
+    num_token_ids, dtype, device = num_embeddings(pretrained), pretrained.dtype, pretrained.device
+    decoder: Decoder = FusedDecoder(pretrained) if fused else TransformersDecoder(pretrained)
+    shapes, vocab_size = _probe(decoder, type(pretrained).__name__, text_config.num_hidden_layers)
+    facts = ModelFacts(
+        name=options.name,
+        context_length=getattr(text_config, "max_position_embeddings", None) or 1 << 30,
+        num_token_ids=num_token_ids,
+        vocab_size=vocab_size,
+        num_layers=len(shapes),
+        hidden_size=text_config.hidden_size,
+        dtype=dtype,
+        device=device,
+    )
+    pool_options = PoolOptions(options.kv_cache_bytes, options.block_tokens, dtype, device)
+    return LanguageModel(facts, decoder, options.new_backend(shapes, pool_options))
+
+
+@torch.inference_mode()
+def _probe(decoder: Decoder, architecture: str, num_layers: int) -> tuple[Sequence[LayerShape], int]:
+    """Return what each layer stores, and the logits' width, from a forward of one token."""
+    probe = ShapeProbe()
+    with attending(probe):
+        logits, _ = decoder(ONE_TOKEN)
+    if len(probe.shapes) != num_layers:
+        raise ModelRefused(
+            f"{architecture} sends {len(probe.shapes)} of its {num_layers} layers through transformers' attention "
+            "interface, so it cannot be served packed; choose one that uses the interface"
+        )
+    return probe.shapes, logits.shape[-1]

@@ -1,0 +1,52 @@
+"""The seam between the cache, which decides who holds how many blocks, and the storage of keys and values."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class LayerShape(NamedTuple):
+    """What one attention layer stores for a token."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes that one token takes in this layer."""
+        return self.num_heads * (self.key_size + self.value_size) * dtype.itemsize
+
+
+class KvPool(Protocol):
+    """Blocks of slots, one slot a token, for the keys and values of sequences that are known by their keys.
+
+    Where a sequence's slots lie is the pool's own business, and that of the attention backend that was written for it.
+    """
+
+    @property
+    def block_tokens(self) -> int:
+        """Slots of a block."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in all."""
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds."""
+        ...
+
+    def num_blocks_of(self, key: str) -> int:
+        """Return how many blocks a sequence holds; 0 for an unknown one."""
+        ...
+
+    def resize(self, key: str, num_blocks: int) -> None:
+        """Let a sequence hold `num_blocks` blocks, of which enough are free; its first slots keep their contents."""
+        ...
+
+    def compact(self, key: str, first: int, slots: Sequence[int]) -> None:
+        """Move a sequence's `slots`, increasing and from `first` on, to `first` and the slots after it."""
+        ...

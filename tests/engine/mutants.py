@@ -1,0 +1,228 @@
+"""Planted mistakes in the engine, each with the test that must reject it."""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.engine.attention import Segment
+from specdec.engine.contiguous import ContiguousPool
+from specdec.engine.decoder import PackedRow
+from tests.engine import test_loop, test_sequence
+from tests.engine.scenarios import check_hidden_states, check_tree_rounds
+from tests.engine.test_sequence import Texts
+from tests.engine.tiny_models import OwnModel, load
+from tests.support import architectures
+
+Original = Any
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A replacement for what lies at `target`, made from the original."""
+
+    name: str
+    target: str  # module and attribute, as monkeypatch takes them
+    replace: Callable[[Original], Any]
+    check: Callable[[], None]
+
+
+@cache
+def folder(architecture: str) -> Path:
+    return architectures.build(architecture, Path(tempfile.mkdtemp()))
+
+
+@cache
+def own(architecture: str) -> OwnModel:
+    return OwnModel(folder(architecture))
+
+
+def trees_of(architecture: str) -> Callable[[], None]:
+    """Return the comparison of trees with the own forward; the load's own check is left out."""
+    return lambda: check_tree_rounds(load(folder(architecture), self_check=False), own(architecture))
+
+
+def hidden_states_of(architecture: str) -> Callable[[], None]:
+    return lambda: check_hidden_states(load(folder(architecture), self_check=False), own(architecture))
+
+
+def accepted_path() -> None:
+    test_sequence.test_accepted_path_is_kept(Texts(), [20, 31, 41, 99], [20, 31, 41])
+
+
+def in_loop(test: Callable[[], Any]) -> Callable[[], None]:
+    """Return a test of the engine's loop, run by itself."""
+    return lambda: asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def everything_before(parents: Sequence[int]) -> Any:
+    return np.tri(len(parents), dtype=np.bool_)
+
+
+def parent_only(parents: Sequence[int]) -> Any:
+    matrix = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent:
+            matrix[node, parent - 1] = True
+    return matrix
+
+
+def slots_in_window(self: Any, window: int, first: int, device: torch.device) -> torch.Tensor:
+    segment: Segment = self._segment
+    new = torch.arange(segment.past, segment.total, device=device)
+    return new[:, None] - torch.arange(first, segment.total, device=device) >= window
+
+
+def move_keys_only(self: ContiguousPool, key: str, first: int, slots: Sequence[int]) -> None:
+    begin = self.first_slot(key)
+    for layer in self.layers:
+        layer.keys[begin + first : begin + first + len(slots)] = layer.keys[torch.tensor(slots) + begin]
+
+
+def first_child(parents: Sequence[int], tree_tokens: Sequence[int], root: int, tokens: Sequence[int]) -> list[int]:
+    path: list[int] = []
+    while len(path) < len(tokens) and root in parents:
+        path.append(list(parents).index(root))
+        root = path[-1] + 1
+    return path
+
+
+def without_final_norm(original: Original) -> Any:
+    def run_layers(self: Any, row: PackedRow) -> Any:
+        hidden, states = original(self, row)
+        return hidden, [*states[:-1], hidden[row.observed_rows]] if states else states
+
+    return run_layers
+
+
+def one_token_late(original: Original) -> Any:
+    def packed(feeds: Any, segments: Any) -> PackedRow:
+        row: PackedRow = original(feeds, segments)
+        rows = [max(0, observed - 1) for observed in row.observed_rows]
+        return PackedRow(row.tokens, row.positions, row.logit_rows, rows, row.hidden_layers)
+
+    return packed
+
+
+MUTANTS = [
+    Mutant("siblings see one another", "specdec.engine.sdpa.ancestor_matrix", lambda _: everything_before, trees)
+    for trees in (trees_of("llama"), trees_of("gemma2"), trees_of("gpt_oss"))
+] + [
+    Mutant(
+        "a node sees only its parent", "specdec.engine.sdpa.ancestor_matrix", lambda _: parent_only, trees_of("llama")
+    ),
+    Mutant(
+        "positions count slots",
+        "specdec.engine.attention.Segment.positions",
+        lambda _: property(lambda self: list(range(self.past, self.total))),
+        trees_of("llama"),
+    ),
+    Mutant(
+        "windows count slots", "specdec.engine.sdpa.Part._out_of_window", lambda _: slots_in_window, trees_of("mistral")
+    ),
+    Mutant(
+        "trees ignore windows",
+        "specdec.engine.sdpa.Part._out_of_window",
+        lambda original: lambda self, *others: torch.zeros_like(original(self, *others)),
+        trees_of("gemma2"),
+    ),
+    Mutant(
+        "accepted keys and values stay in place",
+        "specdec.engine.contiguous.ContiguousPool.compact",
+        lambda _: lambda *arguments: None,
+        trees_of("llama"),
+    ),
+    Mutant(
+        "only keys move",
+        "specdec.engine.contiguous.ContiguousPool.compact",
+        lambda _: move_keys_only,
+        trees_of("llama"),
+    ),
+    Mutant(
+        "the path moves one slot too far",
+        "specdec.engine.contiguous.ContiguousPool.compact",
+        lambda original: lambda self, key, first, slots: original(self, key, first + 1, slots),
+        trees_of("llama"),
+    ),
+    Mutant(
+        "hidden states are one layer early",
+        "specdec.engine.fused.FusedDecoder._run_layers",
+        lambda original: (
+            lambda self, row: (lambda hidden, states: (hidden, states[:1] + states[:-1]))(*original(self, row))
+        ),
+        hidden_states_of("llama"),
+    ),
+    Mutant(
+        "the last hidden state is not normed",
+        "specdec.engine.fused.FusedDecoder._run_layers",
+        without_final_norm,
+        hidden_states_of("llama"),
+    ),
+    Mutant(
+        "hidden states are the token's before", "specdec.engine.model._packed", one_token_late, hidden_states_of("gpt2")
+    ),
+    Mutant(
+        "the path follows first children", "specdec.engine.sequence.longest_path", lambda _: first_child, accepted_path
+    ),
+    Mutant(
+        "the rows' tokens are not fed again",
+        "specdec.engine.sequence.Sequence.resume",
+        lambda original: lambda self, *tokens, **options: original(self, *tokens, **{**options, "min_fed": 0}),
+        lambda: test_sequence.test_accepted_path_is_kept(Texts(), [20, 30, 40], [20, 30]),
+    ),
+    Mutant(
+        "any start keeps what matches",
+        "specdec.engine.sequence.Sequence._num_to_keep",
+        lambda _: lambda *arguments: sys.maxsize,
+        lambda: test_sequence.test_start_before_the_base_truncates(Texts()),
+    ),
+    Mutant(
+        "a repeated message keeps more than at first",
+        "specdec.engine.sequence.Sequence._num_to_keep",
+        lambda _: lambda *arguments: sys.maxsize,
+        lambda: test_sequence.TestRepeatedMessage().test_first_message_feeds_everything_again(Texts()),
+    ),
+    Mutant(
+        "a repeated message keeps nothing",
+        "specdec.engine.sequence.Sequence._num_to_keep",
+        lambda _: lambda self, start, match: sys.maxsize if match or start == self.num_committed else 0,
+        lambda: test_sequence.TestRepeatedMessage().test_truncates_to_what_it_kept(Texts()),
+    ),
+    Mutant(
+        "speculation moves the base",
+        "specdec.engine.sequence.Sequence.mark_committed",
+        lambda original: lambda self, length: original(self, max(length, self.length + 1)),
+        lambda: test_sequence.test_speculation_keeps_the_base(Texts()),
+    ),
+    Mutant(
+        "branches count as a prefix",
+        "specdec.engine.sequence.Sequence.num_linear",
+        lambda _: property(lambda self: self.length),
+        lambda: test_sequence.test_branches_are_not_a_prefix(Texts()),
+    ),
+    Mutant(
+        "failed tasks keep their tokens",
+        "specdec.engine.sequence.Sequence.truncate",
+        lambda original: lambda self, length: original(self, length) if length == 0 else self.release(),
+        in_loop(test_loop.test_cancelling_leaves_sequence_and_mates_alone),
+    ),
+    Mutant(
+        "trees are split like prompts",
+        "specdec.engine.task.Task.num_together",
+        lambda _: property(lambda self: self.num_rows),
+        in_loop(lambda: test_loop.TestTrees().test_trees_are_never_split(1)),
+    ),
+    Mutant(
+        "only the last chunk is observed",
+        "specdec.engine.task.Task.note_fed",
+        lambda original: lambda self, feed, states: (self._observed.clear(), original(self, feed, states))[-1],
+        in_loop(lambda: test_loop.TestHiddenStates().test_states_span_prefill_chunks(150)),
+    ),
+]

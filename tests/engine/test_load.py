@@ -1,0 +1,156 @@
+"""What is loaded is served exactly or refused in a sentence."""
+
+import json
+import logging
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.engine import CacheFull, LanguageModel, ModelRefused, load_language_model
+from specdec.engine import fused as fused
+from specdec.engine.attention import AttentionOptions
+from specdec.engine.fused import FusedDecoder
+from specdec.engine.pretrained import choose_dtype, looks_like_path
+from specdec.engine.sdpa import Part
+from tests.engine.scenarios import check_tree_rounds
+from tests.engine.tiny_models import FUSED, KV_CACHE_BYTES, OwnModel, load
+from tests.support import architectures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return architectures.build("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def model(folder: Path) -> LanguageModel:
+    return load(folder)
+
+
+def test_facts_are_the_configurations(model: LanguageModel) -> None:
+    assert (model.num_layers, model.hidden_size, model.vocab_size) == (3, 48, architectures.VOCAB_SIZE)
+    assert (model.context_length, model.num_token_ids) == (architectures.CONTEXT_LENGTH, architectures.VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_wrong_fused_forward_is_not_used(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = architectures.build(name, tmp_path)
+    turn = fused._Angles.at
+    monkeypatch.setattr(fused._Angles, "at", lambda self, positions: turn(self, [at + (at > 9) for at in positions]))
+    model = load(folder)
+    assert not isinstance(model.decoder, FusedDecoder)
+    check_tree_rounds(model, OwnModel(folder))
+    (record,) = [record for record in caplog.records if record.name.startswith("specdec.engine")]
+    assert (record.levelno, record.getMessage()) == (logging.WARNING, "fused_forward_refused")
+    assert (record.__dict__["error"], record.exc_info) == ("ModelRefused", None)
+
+
+@pytest.mark.parametrize("name", architectures.REFUSED)
+def test_other_architectures_are_refused(name: str, tmp_path: Path) -> None:
+    reason = "rolled back" if name in architectures.RECURRENT else "attention interface"
+    with pytest.raises(ModelRefused, match=rf"{reason}.*; choose (one|a model)"):
+        load(architectures.build(name, tmp_path))
+
+
+class TestSelfCheck:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_missing_mask_is_refused(self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Part, "mask", lambda *arguments: None)
+        with pytest.raises(ModelRefused, match="other logits"):
+            load(folder, dtype=dtype)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_slightly_wrong_scaling_is_refused(self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        def scaled(scaling: float, *others: object) -> AttentionOptions:
+            return AttentionOptions(scaling * 1.01, *others)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("specdec.engine.fused.AttentionOptions", scaled)
+        monkeypatch.setattr("specdec.engine.attention.AttentionOptions", scaled)
+        with pytest.raises(ModelRefused, match="other logits"):
+            load(folder, dtype=dtype)
+
+    def test_it_can_be_skipped(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Part, "mask", lambda *arguments: None)
+        assert load(folder, self_check=False).num_layers == 3
+
+    def test_it_leaves_the_cache_empty(self, model: LanguageModel) -> None:
+        assert (model.cache.usage, model.cache.sequences) == (0.0, [])
+
+
+class TestRefusals:
+    def test_missing_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelRefused, match="does not exist; give"):
+            load(tmp_path / "absent")
+
+    def test_pickled_weights(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        torch.save({}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelRefused, match=r"no \*\.safetensors file.*convert"):
+            load(tmp_path)
+
+    def test_pickled_weights_beside_other_safetensors(self, folder: Path, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+        own = AutoModelForCausalLM.from_pretrained(folder)
+        torch.save(own.state_dict(), tmp_path / "pytorch_model.bin")
+        (tmp_path / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        with pytest.raises(ModelRefused, match="cannot be loaded"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("key", "value", "says"),
+        [
+            ("auto_map", {"AutoModelForCausalLM": "own_code.Model"}, "its own code"),
+            ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantised"),
+            ("is_encoder_decoder", True, "encoder-decoder"),
+            ("model_type", "no_such_model", "configuration"),
+        ],
+    )
+    def test_config_that_asks_for_more(self, folder: Path, tmp_path: Path, key: str, value: object, says: str) -> None:
+        for file in folder.iterdir():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+        config = json.loads((folder / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(ModelRefused, match=says):
+            load(tmp_path)
+
+    def test_unreachable_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with pytest.raises(ModelRefused, match=r"nobody/nothing .no folder here, so taken as a hub id. cannot be read"):
+            load_language_model("nobody/nothing", device="cpu", kv_cache_bytes=KV_CACHE_BYTES)
+
+    @pytest.mark.parametrize(("key", "value"), [("device", "tpu"), ("dtype", "int3")])
+    def test_unknown_words(self, folder: Path, key: str, value: str) -> None:
+        with pytest.raises(ModelRefused, match="is unknown; use"):
+            load(folder, **{key: value})
+
+    def test_cache_of_no_block(self, folder: Path) -> None:
+        with pytest.raises(CacheFull, match="holds not one block"):
+            load(folder, kv_cache_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("word", "width", "has_bfloat16", "chosen"),
+    [
+        ("auto", 256, True, torch.bfloat16),
+        ("auto", 128, True, torch.float32),
+        ("auto", 256, False, torch.float32),
+        ("bfloat16", 128, False, torch.bfloat16),
+        ("float32", 256, True, torch.float32),
+    ],
+)
+def test_auto_takes_the_faster_type(
+    word: str, width: int, has_bfloat16: bool, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16})
+    assert choose_dtype(word, torch.device("cpu"), width) is chosen
+
+
+def test_paths_are_told_from_hub_ids(tmp_path: Path) -> None:
+    paths = ["./a", "../a/b", "/a", "~/a", "a/b/c", str(tmp_path)]
+    assert all(looks_like_path(path) for path in paths)
+    assert not any(looks_like_path(hub_id) for hub_id in ("gpt2", "org/name-of-no-folder"))

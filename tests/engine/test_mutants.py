@@ -1,0 +1,18 @@
+"""Every planted mistake is rejected by the test that guards against it."""
+
+import pkgutil
+
+import pytest
+
+from specdec.engine import EngineError
+from tests.engine.mutants import MUTANTS, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_mutants_are_rejected(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.check()
+    owner, _, attribute = mutant.target.rpartition(".")
+    original = vars(pkgutil.resolve_name(owner))[attribute]
+    monkeypatch.setattr(mutant.target, mutant.replace(original))
+    with pytest.raises((AssertionError, EngineError)):
+        mutant.check()
