@@ -161,7 +161,7 @@ async def test_a_resumed_session_continues_as_if_undisturbed(
     assert (await coordinator.store.read("s")).epoch == 2
 
 
-async def test_a_client_ahead_of_the_store_is_data_loss(coordinator: ToyCoordinator) -> None:
+async def test_clients_ahead_of_the_store_get_data_loss(coordinator: ToyCoordinator) -> None:
     await coordinator.tokens("s")
     with pytest.raises(DataLossError, match="past the 24"):
         await coordinator.tokens("s", LENGTH + 1)

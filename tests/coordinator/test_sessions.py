@@ -114,7 +114,7 @@ async def test_a_key_with_other_parameters_is_refused(store: OpenStore) -> None:
         await create(store, fingerprint=b"other")
 
 
-async def test_each_claim_raises_the_epoch_and_reading_does_not(store: OpenStore) -> None:
+async def test_only_claims_raise_the_epoch(store: OpenStore) -> None:
     await create(store)
     assert [(await store.claim(SESSION)).epoch for _ in range(3)] == [1, 2, 3]
     assert (await store.read(SESSION)).epoch == 3
@@ -373,7 +373,7 @@ async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
 # ---- faults, on a real Redis
 
 
-async def test_a_commit_whose_reply_is_lost_is_made_once(proxy: Proxy) -> None:
+async def test_a_commit_with_lost_reply_is_made_once(proxy: Proxy) -> None:
     """redis-py repeats it; the script recognises it."""
     async with opened(proxy.url) as store:
         await create(store)
@@ -389,7 +389,7 @@ async def test_a_commit_whose_reply_is_lost_is_made_once(proxy: Proxy) -> None:
         assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == before[len(PROMPT) :]
 
 
-async def test_a_creation_and_a_claim_whose_replies_are_lost_hold(proxy: Proxy) -> None:
+async def test_creation_and_claim_survive_lost_replies(proxy: Proxy) -> None:
     async with opened(proxy.url) as store:
         await create(store, "loads-the-script")
         first = await store.claim("loads-the-script")
@@ -417,7 +417,7 @@ async def test_connections_that_are_cut_are_made_again(proxy: Proxy) -> None:
         assert (await store.claim(SESSION)).epoch == 1
 
 
-async def test_a_call_given_up_leaves_no_reply_for_the_next(proxy: Proxy) -> None:
+async def test_an_abandoned_call_leaves_no_reply(proxy: Proxy) -> None:
     """A connection whose reply is still to come must not answer another command with it."""
     async with opened(proxy.url) as store:
         await create(store)
@@ -433,7 +433,7 @@ async def test_a_call_given_up_leaves_no_reply_for_the_next(proxy: Proxy) -> Non
         assert await store.cancel(SESSION) is Status.CANCELLED
 
 
-async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> None:
+async def test_commits_resume_when_redis_is_back() -> None:
     with running_redis(append_only=True) as server:
         async with opened(server.url) as store:
             await create(store)
@@ -447,7 +447,7 @@ async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> Non
             assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == (1, 2)
 
 
-async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> None:
+async def test_an_emptied_store_is_data_loss() -> None:
     with running_redis(append_only=False) as server:
         async with opened(server.url) as store:
             await create(store)
@@ -460,7 +460,7 @@ async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> No
                 await store.read(SESSION)
 
 
-async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisServer, redis_url: str) -> None:
+async def test_a_rolled_back_store_is_data_loss(redis_server: RedisServer, redis_url: str) -> None:
     async with opened(redis_url) as store:
         await create(store)
         epoch = (await store.claim(SESSION)).epoch
@@ -505,7 +505,7 @@ async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None
         await RedisClient(Refusing()).ping()
 
 
-async def test_a_url_that_redis_does_not_know_is_refused() -> None:
+async def test_unknown_url_schemes_are_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         open_store("http://127.0.0.1", TTL_S)
 
