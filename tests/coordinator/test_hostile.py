@@ -136,9 +136,7 @@ async def test_unknown_session(stub: Stub) -> None:
     assert "Generate" in (error.details() or "")
 
 
-async def test_long_session_ids_are_refused_and_not_logged(
-    stub: Stub, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_long_session_ids_are_refused_and_not_logged(stub: Stub, capsys: pytest.CaptureFixture[str]) -> None:
     name = "x" * (1 << 20)
     for call in (
         stub.GetSession(pb.GetSessionRequest(session_id=name)),

@@ -18,12 +18,13 @@ from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import MAX_CALLS, RedisClient, open_redis, read_script
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
-from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
+from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
 from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
 
 TTL_S = 1000.0
 SESSION = "a-session"
 PROMPT = (7, 8, 2**32 - 1)
+OLD, NEW = ModelInfo("old", fingerprint="a", eos_token_ids=(1, 2)), ModelInfo("new", fingerprint="b")
 LOGPROBS = TokenLogprobs(-0.5, ((3, -0.25), (4, -2.0)))
 
 
@@ -290,6 +291,45 @@ async def check_tokens_that_vanished_are_data_loss(store: OpenStore) -> None:
         await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
 
 
+async def check_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await store.redis.pexpire(keys(SESSION)[0], 60_000)
+    await store.heartbeat(SESSION, epoch)
+    assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
+    await store.claim(SESSION)
+    with pytest.raises(FencedError):
+        await store.heartbeat(SESSION, epoch)
+    await store.cancel(SESSION)
+    with pytest.raises(SessionCancelled):
+        await store.heartbeat(SESSION, epoch + 1)
+    await store.redis.delete(keys(SESSION)[0])
+    with pytest.raises(DataLossError):
+        await store.heartbeat(SESSION, epoch + 1)
+
+
+async def check_a_heartbeat_keeps_all_keys(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1,), logprobs=LOGPROBS))
+    for key in keys(SESSION):
+        await store.redis.pexpire(key, 60_000)
+    await store.heartbeat(SESSION, epoch)
+    assert all([await store.redis.pttl(key) > 60_000 for key in keys(SESSION)])
+
+
+async def check_the_text_keeps_its_model(store: OpenStore) -> None:
+    """A session without text takes the model that is served; creating it again does not change it."""
+    await store.create(SESSION, b"one", b"request", EncodedPrompt(PROMPT, chain(b"", PROMPT)), OLD)
+    assert (await store.read(SESSION)).model == OLD
+    epoch = (await store.claim(SESSION, NEW)).epoch
+    assert (await store.read(SESSION)).model == NEW
+    await store.claim(SESSION)
+    await store.create(SESSION, b"one", b"request", EncodedPrompt(PROMPT, chain(b"", PROMPT)), OLD)
+    await commit(store, epoch + 1, round_after(PROMPT, (1,)))
+    assert (await store.claim(SESSION, OLD)).model == NEW
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
@@ -326,6 +366,12 @@ MUTANTS = {
     "a new session's tokens never expire": ("create", "redis.call('PEXPIRE', KEYS[2], ARGV[2])\n", ""),
     "remains are kept": ("create", "redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])\n", ""),
     "claims raise nothing": ("claim", "ARGV[1] == '1'", "false"),
+    "claims change the model of a text": ("claim", "lengths[1] == lengths[2]", "true"),
+    "claims never change the model": ("claim", "lengths[1] == lengths[2]", "false"),
+    "claims forget the model": ("claim", "#ARGV[3] > 0", "true"),
+    "heartbeats of former owners": ("heartbeat", EPOCH, "if false then"),
+    "heartbeats of cancelled sessions": ("heartbeat", "if meta[2] == 'cancelled' then", "if false then"),
+    "heartbeats keep meta alone": ("heartbeat", EXPIRE, "for _, key in ipairs({KEYS[1]}) do"),
 }
 
 
@@ -351,23 +397,6 @@ async def fails(check: Callable[[OpenStore], Awaitable[None]], script: str, old:
 @pytest.mark.parametrize("name", MUTANTS)
 async def test_each_mutant_of_the_scripts_is_rejected(name: str) -> None:
     assert any([await fails(check, *MUTANTS[name]) for check in CHECKS])
-
-
-async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
-    await create(store)
-    epoch = (await store.claim(SESSION)).epoch
-    await store.redis.pexpire(keys(SESSION)[0], 60_000)
-    await store.heartbeat(SESSION, epoch)
-    assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
-    await store.claim(SESSION)
-    with pytest.raises(FencedError):
-        await store.heartbeat(SESSION, epoch)
-    await store.cancel(SESSION)
-    with pytest.raises(SessionCancelled):
-        await store.heartbeat(SESSION, epoch + 1)
-    await store.redis.delete(keys(SESSION)[0])
-    with pytest.raises(DataLossError):
-        await store.heartbeat(SESSION, epoch + 1)
 
 
 # ---- faults, on a real Redis
