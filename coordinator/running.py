@@ -86,9 +86,10 @@ class RunningGeneration:
 
     def interrupt(self, reason: Exception) -> None:
         """End the round in flight and all others; SessionCancelled ends the session, anything else fails followers."""
-        if self._task and not self._has_ended and self._interruption is None:
+        if self._interruption is None:
             self._interruption = reason
-            self._task.cancel()
+            if self._task and not self._has_ended:
+                self._task.cancel()
 
     async def stop(self) -> "asyncio.Task[None] | None":
         """End the rounds; a commit in flight is awaited. Return the task that still tells the workers, if one does."""
