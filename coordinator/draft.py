@@ -1,4 +1,4 @@
-"""The draft workers as the coordinator sees them: what they offer, and proposals, or none where nobody answers."""
+"""The draft workers as the coordinator sees them: what they offer, and their proposals, if any worker answers."""
 
 import random
 import time
@@ -39,7 +39,7 @@ class DraftLimits:
 
 
 class DraftWorkers:
-    """The draft workers behind one address."""
+    """The draft workers at one address."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         self._stub = draft_pb2_grpc.DraftServiceStub(channel)
@@ -160,5 +160,5 @@ class SessionDrafter:
         await self._stream.close()
 
     def abandon(self) -> None:
-        """Leave the worker its cache, for whoever resumes the session."""
+        """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()

@@ -71,7 +71,7 @@ class RunningGeneration:
 
     @property
     def has_failed(self) -> bool:
-        """Say whether an error ended the rounds."""
+        """Return whether an error ended the rounds."""
         return self._error is not None or self._interruption is not None
 
     @property
@@ -99,7 +99,7 @@ class RunningGeneration:
         return self._task if self._task and not self._task.done() else None
 
     def holds(self, offset: int, digest: bytes) -> bool:
-        """Say whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
+        """Return whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
         return offset <= self._num_published and (not digest or digest == self.generation.digest_at(offset))
 
     async def follow(self, offset: int) -> AsyncIterator[tuple[Chunk, Ending | None]]:

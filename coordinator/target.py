@@ -24,7 +24,7 @@ REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where one answ
 
 
 class TargetWorkers:
-    """The target workers behind one address."""
+    """The target workers at one address."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout_s: float, patience_s: float) -> None:
         self._stub = target_pb2_grpc.TargetServiceStub(channel)
@@ -137,7 +137,7 @@ class SessionScorer:
         await self._stream.close()
 
     def abandon(self) -> None:
-        """Leave the worker its cache, for whoever resumes the session."""
+        """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()
 
 

@@ -29,7 +29,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._fence = EpochFence()
 
     async def GetDraft(self, request: draft_pb2.GetDraftRequest, context: Any) -> draft_pb2.GetDraftResponse:
-        """Say what this worker drafts with."""
+        """Return the drafters on offer."""
         drafters = [
             draft_pb2.Drafter(
                 name=drafter.name,
@@ -97,7 +97,7 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
     """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
     model = drafter.model
     if message.num_draft_tokens > MAX_DRAFT_TOKENS:
-        problem = f"is {message.num_draft_tokens}; the most is {MAX_DRAFT_TOKENS}"
+        problem = f"is {message.num_draft_tokens}; the maximum is {MAX_DRAFT_TOKENS}"
         raise InvalidArgumentError({"propose.num_draft_tokens": problem})
     length = message.start + len(message.tokens)
     if not length:

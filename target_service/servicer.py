@@ -34,7 +34,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._fence = EpochFence()
 
     async def GetTarget(self, request: target_pb2.GetTargetRequest, context: Any) -> target_pb2.GetTargetResponse:
-        """Say what this worker scores with."""
+        """Return the model that this worker scores with."""
         return target_pb2.GetTargetResponse(model=messages.model_to_proto(self._model))
 
     async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
