@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from coordinator import metrics
 from coordinator.rounds import Drafted
 from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
@@ -137,10 +138,12 @@ class SessionDrafter:
 
         reply = await self._stream.ask(committed, message)
         try:
-            return codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
+            proposal = codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
         except (codec.MalformedReply, ValueError) as error:
             self._stream.abandon()
             raise UnavailableError(f"a draft worker answered against the contract: {error}") from error
+        metrics.observe_worker("draft", reply.timing)
+        return proposal
 
     def _fail(self, error: SpecdecError) -> None:
         """Do without for a while."""

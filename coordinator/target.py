@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import grpc
 
+from coordinator import metrics
 from coordinator.rounds import Scored
 from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
@@ -129,6 +130,7 @@ class SessionScorer:
         except (codec.MalformedReply, ValueError) as error:
             self._stream.abandon()
             raise UnavailableError(f"a target worker answered against the contract: {error}") from error
+        metrics.observe_worker("score", reply.timing)
         num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
         return Scored(scores, time.perf_counter() - begin, self._stream.num_fed, num_sessions)
 

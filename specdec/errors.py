@@ -163,7 +163,7 @@ class OverloadedError(_LaterError):
 
     @property
     def is_retryable(self) -> bool:
-        """Return whether the server named a pause: grpc's own RESOURCE_EXHAUSTED (a message too large) does not pass."""
+        """Whether the server named a pause: grpc's own RESOURCE_EXHAUSTED (a message too large) does not pass."""
         return self.retry_after_s is not None
 
 
