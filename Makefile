@@ -3,6 +3,10 @@
 PYTHON ?= python3
 # more words for pip, such as an index with the torch build that your machine needs
 PIP_ARGS ?=
+# what builds images: docker, podman or buildah
+ENGINE ?= docker
+# options of image-check, such as --engine, --base and --torch-index (deploy/image_check/__main__.py)
+IMAGE_CHECK_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -16,11 +20,11 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test demo exactness bench image clean
+.PHONY: help setup redis protos lint format types test demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
-	sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup: $(INSTALLED) $(STUBS) redis ## Everything the other targets need, in .venv; a second run does nothing
 
@@ -33,7 +37,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	# torch by itself first: of the builds that pip is shown, the pin takes the machine's own
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) $$(grep -E '^(setuptools|grpcio-tools|mypy-protobuf)==' constraints.txt)
-	$(PIP) --no-build-isolation --editable '.[models,dev]'
+	$(PIP) --no-build-isolation --editable '.[server,embedded,models,dev]'
 	touch $@
 
 $(STUBS): $(PROTOS) setup.py | $(INSTALLED)
@@ -53,10 +57,11 @@ redis: # the tests of the store start their own server
 protos: $(INSTALLED) ## Generate the protobuf stubs anew
 	$(BIN)/python setup.py --quiet build_protos
 
-lint: setup ## ruff: rules and formatting
+lint: setup ## Rules, formatting, and which module may import which
 	# which imports are ours depends on other files, which ruff's cache does not know
 	$(BIN)/ruff check --quiet --no-cache .
 	$(BIN)/ruff format --check --quiet . || { echo "some files are not formatted; run: make format" >&2; exit 1; }
+	said=$$(PYTHONPATH=. $(BIN)/lint-imports --no-cache --no-logo) || { echo "$$said" >&2; exit 1; }
 
 format: setup ## Let ruff format and mend what it can
 	$(BIN)/ruff format --quiet .
@@ -73,13 +78,19 @@ demo: setup ## Three services, two models, one text, and how much faster it came
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness
+	# the proofs in fractions, on twenty times as many random examples as `make test`
+	EXACTNESS_SWEEP=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
+	  tests/exactness/test_enumeration.py tests/exactness/test_block_rule.py tests/exactness/test_trees.py
 
 bench: setup ## Measure speed over draft lengths and loads
 	$(BIN)/python -m benchmarks.bench
 
 image: ## Build the container images, also those with the demo pair inside
 	for name in $(IMAGES); do \
-	  docker build --file deploy/Dockerfile --target $$name --tag specdec-$$name:$(VERSION) . || exit 1; done
+	  $(ENGINE) build --file deploy/Dockerfile --target $$name --tag specdec-$$name:$(VERSION) . || exit 1; done
+
+image-check: $(INSTALLED) ## Build every image and generate through them
+	$(BIN)/python -m deploy.image_check $(IMAGE_CHECK_ARGS) $(IMAGES)
 
 clean: ## Remove .venv and everything that was generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import PLAIN, Configuration, Measured, hardware, held_out_prompts, measure, speed_up
-from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.local import Options, running
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -48,7 +48,7 @@ def print_lengths(title: str, results: Sequence[Measured]) -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-async def throughput(client: Client, prompts: Sequence[str], load: int, speculation: SpeculationParams) -> float:
+async def throughput(client: AsyncClient, prompts: Sequence[str], load: int, speculation: SpeculationParams) -> float:
     """Return tokens a second of `load` sessions at once, one a prompt as far as they go."""
 
     async def run(number: int) -> Completion:
@@ -60,7 +60,7 @@ async def throughput(client: Client, prompts: Sequence[str], load: int, speculat
     return sum(len(completion.tokens) for completion in completions) / (time.perf_counter() - begin)
 
 
-async def print_loads(client: Client, prompts: Sequence[str], repetitions: int) -> None:
+async def print_loads(client: AsyncClient, prompts: Sequence[str], repetitions: int) -> None:
     """Print total tokens a second of many sessions at once, plain and speculated in turn."""
     print("\n### Many sessions at once, temperature 0, 64 tokens each\n")
     print("| sessions | plain, tokens/s | K automatic, tokens/s | ratio |\n|---|---|---|---|")
@@ -82,7 +82,7 @@ async def bench(target: str, draft: str, num_prompts: int, num_tokens: int, repe
     """Run everything."""
     prompts = list(held_out_prompts(MODELS / "heldout", num_prompts).values())
     options = Options(target=target, draft=draft, port=0)
-    async with running(options, lambda *_: None) as stack, Client(stack.address) as client:
+    async with running(options, lambda *_: None) as stack, AsyncClient(stack.address) as client:
         model = (await client.get_model()).target
         print(f"{hardware()}; target {model.name} ({model.dtype}); {len(prompts)} held-out prompts,")
         print(f"{num_tokens} tokens each, {repetitions} repetitions, one session at a time unless said; medians.")

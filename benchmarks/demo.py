@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import PLAIN, Configuration, Measured, hardware, held_out_prompts, measure, speed_up
-from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.local import CannotRun, Options, running
 from specdec.terminal import coloured, is_coloured, statistics_line
 
@@ -34,7 +34,7 @@ SAMPLED = SamplingParams(temperature=0.7, max_new_tokens=NUM_TOKENS, seed=1, ign
 console = Console(highlight=False)
 
 
-async def show_stream(client: Client, name: str, prompt: str) -> None:
+async def show_stream(client: AsyncClient, name: str, prompt: str) -> None:
     """Show a sampled continuation as it is committed."""
     console.rule(f"{name}, continued: [green]accepted[/] [yellow]recovered[/] [cyan]bonus[/]")
     console.print(prompt.rstrip("\n"), style="dim", markup=False)
@@ -95,7 +95,7 @@ async def demo() -> bool:
     prompts = dict(list(held_out_prompts(MODELS / "heldout").items())[:NUM_PROMPTS])
     options = Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0)
     console.print(f"starting target, draft and coordinator on this machine ({hardware()})", style="dim")
-    async with running(options, lambda name, entry: None) as stack, Client(stack.address) as client:
+    async with running(options, lambda name, entry: None) as stack, AsyncClient(stack.address) as client:
         name, prompt = next(iter(prompts.items()))
         await show_stream(client, name, prompt)
         console.rule("greedy, with and without speculation")

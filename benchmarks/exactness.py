@@ -29,14 +29,17 @@ from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
+from benchmarks.toy_drafters import KIND as TOY
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.child import Child
-from specdec.serving.local import Options, environment_of, running, worker_commands
-from tests.support.distributions import Agreement, History, agreement, joint_distribution, reference_distribution
+from specdec.serving.local import Command, Options, environment_of, running, worker_commands
+from specdec.types import AcceptanceRuleName
 
 VOCAB_SIZE = 6
 NUM_TOKENS = 4
 NUM_DRAFT_TOKENS = 3
+NUM_TREE_TOKENS = 7
 PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-gram drafts never run dry
 SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
 NUM_CONCURRENT = 64
@@ -50,7 +53,9 @@ class Case:
     """One way of generating."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    speculation: SpeculationParams = field(default_factory=lambda: SpeculationParams(NUM_DRAFT_TOKENS, "model"))
+    speculation: SpeculationParams = field(
+        default_factory=lambda: SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model")
+    )
     kills_draft: bool = False
 
 
@@ -59,8 +64,17 @@ CASES = {
     "top_p 0.8": Case(SamplingParams(top_p=0.8)),
     "top_k 3": Case(SamplingParams(top_k=3)),
     "penalties": Case(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)),
-    "n-gram": Case(speculation=SpeculationParams(NUM_DRAFT_TOKENS, "ngram")),
+    "n-gram": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="ngram")),
     "draft killed": Case(kills_draft=True),
+    "block rule": Case(
+        speculation=SpeculationParams(
+            num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.BLOCK
+        )
+    ),
+    "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
+    "tree, top_p 0.8": Case(
+        SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)
+    ),
 }
 
 
@@ -118,12 +132,12 @@ def distributions_of(folder: Path, sampling: SamplingParams) -> Callable[[Histor
 # ---- what acceptance should be
 
 Distributions = Callable[[History], np.ndarray]
-DraftLaws = Callable[[History, History], np.ndarray]  # behind the committed text and the draft tokens drawn so far
+DraftDistributions = Callable[[History, History], np.ndarray]  # after the committed text and the draft tokens so far
 Mass = dict[History, float]
 
 
 def truncated(distribution: np.ndarray) -> np.ndarray:
-    """Return a draft worker's row: the fewest tokens with SUPPORT_MASS, at most SUPPORT_MAX, renormalised; [V]."""
+    """Return what a draft worker ships: the fewest tokens with SUPPORT_MASS, at most SUPPORT_MAX, renormalised; [V]."""
     order = np.argsort(-distribution)[:SUPPORT_MAX]
     size = 1 + int((np.cumsum(distribution[order]) < SUPPORT_MASS).sum())
     cut = np.zeros_like(distribution)
@@ -133,7 +147,7 @@ def truncated(distribution: np.ndarray) -> np.ndarray:
 
 
 def looked_up(committed: History, drawn: History) -> np.ndarray:
-    """Return the n-gram drafter's row: what followed the longest suffix of up to 4 tokens where it came last; [V]."""
+    """Return the n-gram drafter's distribution: what followed the longest known suffix last; [V]."""
     text = (*PROMPT, *committed)
     for length in range(4, 0, -1):
         ends = [end for end in range(length, len(text)) if text[end - length : end] == text[-length:]]
@@ -143,47 +157,62 @@ def looked_up(committed: History, drawn: History) -> np.ndarray:
     raise AssertionError("each token of the prompt has followed another")
 
 
-def expected_counts(target: Distributions, draft: DraftLaws) -> tuple[float, float]:
-    """Return how many tokens a generation drafts, and how many of them are accepted: sums of min(p, q) over rounds."""
+def expected_counts(target: Distributions, draft: DraftDistributions, rule: AcceptanceRuleName) -> tuple[float, float]:
+    """Return how many tokens a generation drafts, and how many of them are accepted, summed over its rounds."""
     begun: list[Mass] = [{(): 1.0}, *({} for _ in range(NUM_TOKENS))]  # by length: where rounds begin, and how likely
     drafted = accepted = 0.0
     for length in range(NUM_TOKENS):
         num_draft_tokens = min(NUM_DRAFT_TOKENS, NUM_TOKENS - length - 1)
         for text, chance in begun[length].items():
             drafted += chance * num_draft_tokens
-            accepted += play_round(text, chance, num_draft_tokens, target, draft, begun)
+            accepted += play_round(text, chance, num_draft_tokens, target, draft, begun, rule)
     return drafted, accepted
 
 
 def play_round(
-    text: History, chance: float, num_draft_tokens: int, target: Distributions, draft: DraftLaws, begun: list[Mass]
+    text: History,
+    chance: float,
+    num_draft_tokens: int,
+    target: Distributions,
+    draft: DraftDistributions,
+    begun: list[Mass],
+    rule: AcceptanceRuleName,
 ) -> float:
-    """Add the chances of the rounds that may follow one to `begun`; return how many tokens it accepts on average."""
-    alive: Mass = {(): chance}
+    """Add the chances of the rounds that may follow one to `begun`; return how many tokens it accepts on average.
+
+    A prefix x is drafted with chance Q(x) and kept with chance M(x) <= Q(x). A token t is kept after it with chance
+    min(M p(t), B q(t)) and closes after it with the rest of M p(t), where B is M for the token rule and Q for the block
+    rule: that difference is the whole gain of the block rule (Sun et al. 2024).
+    """
+    alive: dict[History, tuple[float, float]] = {(): (chance, chance)}  # Q and M of each prefix
     accepted = 0.0
     for _ in range(num_draft_tokens):
-        onward: Mass = {}
-        for drawn, weight in alive.items():
+        onward: dict[History, tuple[float, float]] = {}
+        for drawn, (drafted, kept) in alive.items():
             p, q = target((*text, *drawn)), draft(text, drawn)
-            onward |= {(*drawn, token): weight * both for token, both in enumerate(np.minimum(p, q))}
-            spread(begun, (*text, *drawn), weight * np.maximum(p - q, 0))
+            bound = drafted if rule is AcceptanceRuleName.BLOCK else kept
+            both = np.minimum(kept * p, bound * q)
+            onward |= {(*drawn, token): (drafted * q[token], both[token]) for token in range(len(p)) if q[token]}
+            spread(begun, (*text, *drawn), kept * p - both)
         alive = onward
-        accepted += sum(alive.values())
-    for drawn, weight in alive.items():
-        spread(begun, (*text, *drawn), weight * target((*text, *drawn)))
+        accepted += sum(kept for _, kept in alive.values())
+    for drawn, (_, kept) in alive.items():
+        spread(begun, (*text, *drawn), kept * target((*text, *drawn)))
     return accepted
 
 
 def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
-    """Note that rounds begin behind each closing token [V] of a text; none does where the text is full."""
+    """Note that rounds begin after each closing token [V] of a text; none does where the text is full."""
     if len(text) + 1 < NUM_TOKENS:
         masses = begun[len(text) + 1]
         for token, weight in enumerate(weights):
             masses[*text, token] = masses.get((*text, token), 0.0) + float(weight)
 
 
-def expected_rate(case: Case, target: Path, draft: Path) -> float:
-    """Return a case's acceptance rate by the distributions of its models."""
+def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
+    """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
+    if case.speculation.drafter == TOY.name:
+        return None
     target_distributions, draft_distributions = (
         distributions_of(target, case.sampling),
         distributions_of(draft, case.sampling),
@@ -193,7 +222,8 @@ def expected_rate(case: Case, target: Path, draft: Path) -> float:
         if case.speculation.drafter == "ngram"
         else lambda *text: truncated(draft_distributions(sum(text, ())))
     )
-    drafted, accepted = expected_counts(target_distributions, rows)
+    rule = case.speculation.acceptance_rule or AcceptanceRuleName.TOKEN
+    drafted, accepted = expected_counts(target_distributions, rows, rule)
     return accepted / drafted
 
 
@@ -205,8 +235,8 @@ class Services:
 
     def __init__(self, target: Path, draft: Path) -> None:
         options = Options(target=str(target), draft=str(draft), port=0, dtype="float32", target_threads=1, drain_s=1.0)
-        self.stack = running(options, lambda name, entry: None)
-        self._draft_command = worker_commands(options, 1)[1]
+        self.stack = running(options, lambda name, entry: None, commands_with_toys)
+        self._draft_command = commands_with_toys(options, 1)[1]
 
     @property
     def draft(self) -> Child:
@@ -232,9 +262,16 @@ class Services:
         self.stack.children.append(child)
 
 
+def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
+    """Return a target worker, and a draft worker that also offers the toy drafter of trees."""
+    target, draft = worker_commands(options, num_cores)
+    flags = [f"{flag},{TOY.name}" if flag == "model,ngram" else flag for flag in draft.flags]
+    return [target, replace(draft, module="benchmarks.toy_drafters", flags=tuple(flags))]
+
+
 @asynccontextmanager
 async def services(target: Path, draft: Path) -> AsyncIterator[Services]:
-    """Run the services; rows are cut short, so that tails take part."""
+    """Run the services; supports are cut short, so that tails take part."""
     cut = {"SPECDEC_SUPPORT_MASS": str(SUPPORT_MASS), "SPECDEC_SUPPORT_MAX": str(SUPPORT_MAX)}
     os.environ.update(cut)
     try:
@@ -250,7 +287,7 @@ async def services(target: Path, draft: Path) -> AsyncIterator[Services]:
 
 
 async def generate(
-    client: Client, case: Case, seeds: Sequence[int], on_completion: Callable[[int], None] = lambda count: None
+    client: AsyncClient, case: Case, seeds: Sequence[int], on_completion: Callable[[int], None] = lambda count: None
 ) -> list[Completion]:
     """Generate one text a seed, many at a time; `on_completion` is told how many are done."""
     left = iter(seeds)
@@ -267,13 +304,13 @@ async def generate(
     return completions
 
 
-async def generate_one(client: Client, case: Case, seed: int) -> Completion:
+async def generate_one(client: AsyncClient, case: Case, seed: int) -> Completion:
     """Generate one text."""
     sampling = replace(case.sampling, seed=seed, max_new_tokens=NUM_TOKENS, ignore_eos=True)
-    return await client.complete(PROMPT, sampling=sampling, speculation=case.speculation)
+    return await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=case.speculation)
 
 
-async def completions_of(client: Client, case: Case, num_generations: int, started: Services) -> list[Completion]:
+async def completions_of(client: AsyncClient, case: Case, num_generations: int, started: Services) -> list[Completion]:
     """Generate a case's texts; a draft worker is killed after a quarter of them, and is back for the second half."""
     if not case.kills_draft:
         return await generate(client, case, range(num_generations))
@@ -289,7 +326,7 @@ async def completions_of(client: Client, case: Case, num_generations: int, start
     return bereft + await generate(client, case, range(half, num_generations))
 
 
-async def until_drafting(client: Client, case: Case) -> None:
+async def until_drafting(client: AsyncClient, case: Case) -> None:
     """Return once texts are drafted again."""
     drafting = False
     while not drafting:
@@ -304,7 +341,7 @@ class Result:
     name: str
     completions: list[Completion]
     agreement: Agreement
-    expected_rate: float
+    expected_rate: float | None
     elapsed_s: float
 
     @property
@@ -320,6 +357,8 @@ class Result:
     @property
     def deviations(self) -> float:
         """How far the acceptance rate is from what the distributions say, in standard errors over generations."""
+        if self.expected_rate is None:
+            return 0.0
         statistics = [completion.finish.statistics for completion in self.completions]
         excess = [each.num_accepted_tokens - self.expected_rate * each.num_draft_tokens for each in statistics]
         return float(np.mean(excess) / np.std(excess) * len(excess) ** 0.5)
@@ -338,7 +377,7 @@ async def judge(name: str, num_generations: int, started: Services, target: Path
     case = CASES[name]
     distribution = joint_distribution(distributions_of(target, case.sampling), NUM_TOKENS)
     begin = time.perf_counter()
-    async with Client(started.stack.address) as client:
+    async with AsyncClient(started.stack.address) as client:
         completions = await completions_of(client, case, num_generations, started)
     elapsed_s = time.perf_counter() - begin
     found = agreement([completion.tokens for completion in completions], distribution)
@@ -357,7 +396,7 @@ def row_of(result: Result) -> tuple[str, ...]:
         f"{result.agreement.statistic:.1f}",
         f"{result.agreement.p_value:.3g}",
         f"{result.acceptance_rate:.4f}",
-        f"{result.expected_rate:.4f}",
+        "" if result.expected_rate is None else f"{result.expected_rate:.4f}",
         f"{result.deviations:+.1f}",
         f"{result.tokens_per_round:.3f}",
         f"{len(result.completions) / result.elapsed_s:.0f}",

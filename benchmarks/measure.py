@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 
 PROMPT_LINES = 24  # of a held-out file: some 200 to 300 tokens
 
@@ -63,7 +63,7 @@ def speed_up(measured: Measured, plain: Measured) -> tuple[float, float, float]:
 
 
 async def measure(
-    client: Client,
+    client: AsyncClient,
     prompts: Sequence[str],
     configurations: Sequence[Configuration],
     sampling: SamplingParams,

@@ -1,26 +1,25 @@
 """`python -m coordinator`: the one place that knows all concrete classes of the coordinator."""
 
-import asyncio
-import sys
-from collections import defaultdict
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import coordinator  # noqa: F401  # sets grpc's environment before grpc is imported
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers
-from coordinator.draft_length import Costs
-from coordinator.requests import Prompts
-from coordinator.running import RunningGenerations
-from coordinator.service import Coordinator
+from coordinator.prompts import Prompts
+from coordinator.registry import RunningGenerations
+from coordinator.requests import RequestLimits
+from coordinator.service import Coordinator, Workers
 from coordinator.servicer import GenerationServicer
 from coordinator.sessions import SessionStore, open_store
+from coordinator.settings import CoordinatorSettings
 from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
+from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
-from specdec.serving.server import CannotServe, Server, run_service
-from specdec.serving.settings import CoordinatorSettings, load
+from specdec.serving.server import Server, run_process, supervised
+from specdec.serving.settings import load
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.v1 import generation_pb2_grpc
 
@@ -30,10 +29,7 @@ SERVICE = "specdec.v1.GenerationService"
 def main() -> None:
     """Run the coordinator until it is told to stop; exit with 1 and one sentence if it cannot start."""
     settings = load(CoordinatorSettings, "coordinator")
-    try:
-        asyncio.run(run_service(settings, "coordinator", SERVICE, lambda server: built(settings, server)))
-    except (CannotServe, SpecdecError, OSError, ValueError) as error:
-        sys.exit(f"coordinator: {error}")
+    run_process(settings, "coordinator", "coordinator", SERVICE, lambda server: built(settings, server), SpecdecError)
 
 
 @asynccontextmanager
@@ -41,17 +37,22 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
     """Build the coordinator on a listening server; yield once the store and a target worker answered."""
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(_opened_store(settings))
-        parts = await _assembled(settings, store, stack)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(parts), server.grpc)
-        await parts.models.ready()
-        watching = asyncio.create_task(parts.models.watch())
-        try:
+        folder = await in_background(lambda: tokenizer_folder(settings.tokenizer))
+        tokenizer = load_tokenizer(str(folder))
+        workers = await _opened_workers(settings, fingerprint(tokenizer), stack)
+        running = RunningGenerations(settings.max_sessions)
+        prompts = Prompts(tokenizer, load_chat_template(folder))
+        stack.callback(prompts.close)
+        limits = RequestLimits(settings.max_new_tokens, settings.max_draft_tokens)
+        service = Coordinator(workers, prompts, store, running, limits)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service), server.grpc)
+        await workers.capabilities.ready()
+        async with (
+            supervised(server, "capabilities", workers.capabilities.watch()),
+            supervised(server, "heartbeats", service.watch()),
+        ):
             yield
-        finally:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
-            await parts.running.stop()
+        await running.stop()
 
 
 @asynccontextmanager
@@ -64,26 +65,14 @@ async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionS
         await store.close()
 
 
-async def _assembled(settings: CoordinatorSettings, store: SessionStore, stack: AsyncExitStack) -> Coordinator:
-    folder = await asyncio.to_thread(tokenizer_folder, settings.tokenizer)
-    tokenizer = load_tokenizer(str(folder))
+async def _opened_workers(settings: CoordinatorSettings, tokenizer: str, stack: AsyncExitStack) -> Workers:
     channel = await stack.enter_async_context(open_worker_channel(settings.target, "specdec.v1.TargetService"))
     target = TargetWorkers(channel, settings.score_timeout_s, settings.target_patience_s)
     draft = None
     if settings.draft:
         channel = await stack.enter_async_context(open_worker_channel(settings.draft, "specdec.v1.DraftService"))
         draft = DraftWorkers(channel, settings.draft_timeout_s)
-    return Coordinator(
-        models=WorkerCapabilities(target, draft, fingerprint(tokenizer)),
-        target_workers=target,
-        draft_workers=draft,
-        prompts=Prompts(tokenizer, load_chat_template(folder)),
-        store=store,
-        running=RunningGenerations(settings.max_sessions),
-        costs=defaultdict(Costs),
-        max_new_tokens=settings.max_new_tokens,
-        max_draft_tokens=settings.max_draft_tokens,
-    )
+    return Workers(target, draft, WorkerCapabilities(target, draft, tokenizer))
 
 
 if __name__ == "__main__":

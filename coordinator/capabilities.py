@@ -1,88 +1,182 @@
-"""The models behind this coordinator: what the target is, which drafters answer, and whether they fit together."""
+"""What the workers of this coordinator serve: the target models, the drafters, and whether they fit together."""
 
 import asyncio
-from collections.abc import Mapping
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
 
-from coordinator.draft import DraftWorkers
+from coordinator.draft import DraftWorkers, OfferedDrafter
 from coordinator.target import TargetWorkers
-from specdec.errors import InvalidArgument, Mismatch, SpecdecError, Unavailable
+from specdec.errors import InvalidArgumentError, ModelMismatchError, SpecdecError, UnavailableError
+from specdec.retry import RetryPolicy
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo
 
-ASK_AGAIN_S = 1.0  # while a kind of worker does not answer
+RETRY = RetryPolicy(first_s=0.2, maximum_s=2.0)  # while a kind of worker does not answer
 REFRESH_S = 15.0  # while it does
+MIN_WAIT_S = 0.5  # however often the workers seem to have changed
+NUM_ROUTES = 8  # by which targets are asked: a model that half of the workers serve is missed in 1 of 256
+FORGET_AFTER = 2  # rounds of questions without an answer
+
+T = TypeVar("T")
+
+
+class ServedModels:
+    """The target models that answer, the one that began to answer last at the end."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, ModelInfo] = OrderedDict()  # by fingerprint
+        self._num_missed: Counter[str] = Counter()  # by fingerprint: rounds of questions without its answer
+
+    @property
+    def newest(self) -> ModelInfo | None:
+        """The model for new sessions; None before the first answer."""
+        return next(reversed(self._models.values()), None)
+
+    def observe(self, answers: Sequence[ModelInfo]) -> None:
+        """Take in one round of questions. Where nobody answers nothing changes: the same workers may come back."""
+        by_fingerprint = {answer.fingerprint: answer for answer in answers}
+        # of several that are new at once the most frequent one counts as the newest
+        counts = Counter(answer.fingerprint for answer in answers)
+        for fingerprint in sorted(by_fingerprint, key=counts.__getitem__):
+            self._models[fingerprint] = by_fingerprint[fingerprint]
+            self._num_missed[fingerprint] = 0
+        if by_fingerprint:
+            self._forget(self._models.keys() - by_fingerprint.keys())
+
+    def _forget(self, missing: Iterable[str]) -> None:
+        for fingerprint in missing:
+            self._num_missed[fingerprint] += 1
+            if self._num_missed[fingerprint] >= FORGET_AFTER:
+                del self._models[fingerprint], self._num_missed[fingerprint]
 
 
 class WorkerCapabilities:
-    """What the workers said of themselves, kept up to date by `watch`."""
+    """What the workers answered last, kept up to date by `watch`."""
 
     def __init__(self, target: TargetWorkers, draft: DraftWorkers | None, tokenizer_fingerprint: str) -> None:
         self._target_workers, self._draft_workers = target, draft
-        self._fingerprint = tokenizer_fingerprint
-        self._target: ModelInfo | None = None
-        self._known: Mapping[str, ModelInfo] = {}  # drafters, also those that do not answer now
-        self._answering = False
+        self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._targets = ServedModels()
+        self._drafters: Mapping[str, OfferedDrafter] = {}  # also those that do not answer now
+        self._draft_answers = False
+        self._outdated = asyncio.Event()
 
     @property
     def target(self) -> ModelInfo:
-        """The target model. Raises Unavailable before it was heard of, Mismatch if it has another tokenizer."""
-        if self._target is None:
-            raise Unavailable("no target worker has answered yet; try again soon")
-        if self._target.tokenizer_fingerprint != self._fingerprint:
-            problem = f"the target {self._target.name} has another tokenizer than this coordinator"
-            raise Mismatch(f"{problem}; start the coordinator with --tokenizer {self._target.name}")
-        return self._target
+        """The target model of new sessions.
+
+        Raises UnavailableError before one answered, ModelMismatchError as `check_tokenizer`.
+        """
+        newest = self._targets.newest
+        if newest is None:
+            raise UnavailableError("no target worker has answered yet; try again soon")
+        self.check_tokenizer(newest)
+        return newest
+
+    def check_tokenizer(self, model: ModelInfo) -> None:
+        """Raise ModelMismatchError if a target model has another tokenizer than this coordinator."""
+        if model.tokenizer_fingerprint != self._tokenizer_fingerprint:
+            problem = f"the target {model.name} has another tokenizer than this coordinator"
+            raise ModelMismatchError(f"{problem}; start the coordinator with --tokenizer {model.name}")
 
     @property
     def drafters(self) -> tuple[str, ...]:
         """The drafters that answer now."""
-        return tuple(self._known) if self._answering else ()
+        return tuple(self._drafters) if self._draft_answers else ()
 
-    def drafter(self, name: str | None) -> tuple[str, ModelInfo | None]:
-        """Return a drafter, by default the first on offer, and its model; None while no draft worker was heard of.
+    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
+        """Return a drafter, by default the first on offer, and its model; None while no draft worker has answered.
 
-        Raises InvalidArgument for a name that is not on offer, Mismatch if its tokenizer is not the target's.
+        Raises InvalidArgumentError for a name that is not on offer, ModelMismatchError for another tokenizer.
         """
-        if not self._known:
+        if not self._drafters:
             return name or "", None
-        chosen = name or next(iter(self._known))
-        if chosen not in self._known:
-            raise InvalidArgument({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._known)}"})
-        model = self._known[chosen]
-        if model.tokenizer_fingerprint not in ("", self.target.tokenizer_fingerprint):
+        chosen = name or next(iter(self._drafters))
+        if chosen not in self._drafters:
+            raise InvalidArgumentError({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
+        offered = self._drafters[chosen]
+        model = offered.model
+        if model.tokenizer_fingerprint not in ("", self._tokenizer_fingerprint):
             remedy = "serve a draft of the target's family, or set num_draft_tokens to 0"
-            raise Mismatch(f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}")
-        return chosen, model
+            raise ModelMismatchError(
+                f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}"
+            )
+        return chosen, offered
 
     async def ready(self) -> None:
-        """Return once the target answered, and the draft workers had one chance to."""
-        while not await self._ask_target():  # noqa: ASYNC110  # there is no event: the other side is a network away
-            await asyncio.sleep(ASK_AGAIN_S)
+        """Return once a target worker answered, and the draft workers had one chance to."""
+        num_failures = 0
+        while not await self._ask_target():
+            num_failures += 1
+            await asyncio.sleep(_pause_s(num_failures))
         await self._ask_draft()
+
+    def ask_soon(self) -> None:
+        """Note that the workers have changed."""
+        self._outdated.set()
 
     async def watch(self) -> None:
         """Keep asking, for ever."""
+        num_failures = 0
         while True:
-            await asyncio.sleep(REFRESH_S if self._answering or not self._draft_workers else ASK_AGAIN_S)
-            await self._ask_target()
-            await self._ask_draft()
+            await self._wait(_pause_s(num_failures) if num_failures else REFRESH_S)
+            answered = [await self._ask_target(), await self._ask_draft()]
+            num_failures = 0 if all(answered) else num_failures + 1
+
+    async def _wait(self, seconds: float) -> None:
+        """Wait so long, or until the workers have changed, but not too little."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._outdated.wait()
+                await asyncio.sleep(MIN_WAIT_S)
+        self._outdated.clear()
 
     async def _ask_target(self) -> bool:
-        try:
-            self._target = await self._target_workers.describe()
-        except SpecdecError as error:
-            get_logger().warning("target_unavailable", reason=error.reason)
-            return False
-        return True
+        before = self._targets.newest
+        answers = await asyncio.gather(*map(self._target_model, range(NUM_ROUTES)))
+        models = [answer for answer in answers if isinstance(answer, ModelInfo)]
+        self._targets.observe(models)
+        newest = self._targets.newest
+        if newest and newest != before:
+            get_logger().info("target_model", name=newest.name, fingerprint=newest.fingerprint)
+        if not models:
+            reasons = sorted({answer.reason for answer in answers if isinstance(answer, SpecdecError)})
+            get_logger().warning("target_unavailable", reasons=reasons)
+        return bool(models)
 
-    async def _ask_draft(self) -> None:
-        if self._draft_workers is None:
-            return
-        was_answering = self._answering
+    async def _target_model(self, route: int) -> ModelInfo | SpecdecError:
         try:
-            self._known = await self._draft_workers.describe()
-            self._answering = True
+            return await _described(self._target_workers.describe(route))
+        except SpecdecError as error:
+            return error
+
+    async def _ask_draft(self) -> bool:
+        if self._draft_workers is None:
+            return True
+        did_answer = self._draft_answers
+        try:
+            self._drafters = await _described(self._draft_workers.describe())
+            self._draft_answers = True
         except SpecdecError:
-            self._answering = False
-        if was_answering != self._answering:
-            get_logger().info("draft_workers", answering=self._answering, drafters=list(self._known))
+            self._draft_answers = False
+        if did_answer != self._draft_answers:
+            get_logger().info("draft_workers", answering=self._draft_answers, drafters=list(self._drafters))
+        return self._draft_answers
+
+
+def _pause_s(num_failures: int) -> float:
+    return RETRY.pause_s(num_failures, 0.0, random.random()) or 0.0
+
+
+async def _described(call: Awaitable[T]) -> T:
+    """Return a worker's answer. Raises SpecdecError; what a worker answers must not end this coordinator."""
+    try:
+        return await call
+    except SpecdecError:
+        raise
+    except Exception as error:
+        get_logger().error("malformed_description", exc_info=error)
+        raise UnavailableError("a worker described itself against the contract") from error

@@ -1,7 +1,10 @@
 """Chat messages to text, by the model's own template, rendered as transformers does but without torch."""
 
 import json
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,10 +15,15 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 
 MAX_RENDERED_CHARACTERS = 4 << 20
+MAX_RENDER_S = 2.0
+MAX_REASON_CHARACTERS = 256  # of what a template says when it refuses: it may quote a message
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+_deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of the template that renders now
 
 
 class GenerationMarks(Extension):
@@ -29,12 +37,36 @@ class GenerationMarks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates must end in time; what they look up and call is where the time is looked at."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Look an attribute up."""
+        _check_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Look an item up."""
+        _check_time()
+        return super().getitem(obj, argument)
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the template."""
+        _check_time()
+        return super().call(context, obj, *args, **kwargs)
+
+
+def _check_time() -> None:
+    if time.monotonic() > _deadline.get():
+        raise TemplateError(f"it takes longer than {MAX_RENDER_S:g} s; send fewer or shorter messages")
+
+
 class ChatTemplate:
     """One model's chat template."""
 
     def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
         extensions = [loopcontrols, GenerationMarks]
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
@@ -42,17 +74,29 @@ class ChatTemplate:
         self._special_tokens = special_tokens
 
     def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """Return the prompt, ready for the assistant's answer. Raises InvalidArgument for what the template refuses."""
+        """Return the prompt, ready for the answer. Raises InvalidArgumentError if the template refuses it."""
         entries = [{"role": role, "content": content} for role, content in messages]
         try:
             # templates ask `tools is not none`: what is not given is None, as in transformers
             given = {"messages": entries, "tools": None, "documents": None, "add_generation_prompt": True}
-            text = self._template.render(**self._special_tokens, **given)
+            return _joined(self._template.generate(**self._special_tokens, **given))
         except (TemplateError, TypeError, ValueError) as error:
-            raise InvalidArgument({"chat": f"is refused by the model's chat template: {error}"}) from None
-        if len(text) > MAX_RENDERED_CHARACTERS:
-            raise InvalidArgument({"chat": f"renders to {len(text)} characters; the most is {MAX_RENDERED_CHARACTERS}"})
-        return text
+            problem = str(error)[:MAX_REASON_CHARACTERS]
+            raise InvalidArgumentError({"chat": f"is refused by the model's chat template: {problem}"}) from None
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    """Join what a template gives, within the limits of time and size. Raises TemplateError, InvalidArgumentError."""
+    _deadline.set(time.monotonic() + MAX_RENDER_S)
+    texts, size = [], 0
+    for piece in pieces:
+        _check_time()
+        size += len(piece)
+        if size > MAX_RENDERED_CHARACTERS:
+            problem = f"renders to more than {MAX_RENDERED_CHARACTERS} characters"
+            raise InvalidArgumentError({"chat": f"{problem}; send fewer or shorter messages"})
+        texts.append(piece)
+    return "".join(texts)
 
 
 def _raise(message: str) -> NoReturn:

@@ -1,12 +1,17 @@
 -- Take a session over: raise the epoch, so that whoever had it can commit nothing more, and return all of it.
 -- A session that has ended keeps its epoch: there is nothing to own.
 -- KEYS: meta, tokens, origins, logprobs
--- ARGV: '1' to take over, '0' only to read; time to live (ms)
+-- ARGV: '1' to take over, '0' only to read; time to live (ms); the model that is served now (empty: unknown), which
+--       a session without text takes
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {}
 end
 if ARGV[1] == '1' and redis.call('HGET', KEYS[1], 'status') == 'active' then
   redis.call('HINCRBY', KEYS[1], 'epoch', 1)
+  local lengths = redis.call('HMGET', KEYS[1], 'length', 'prompt_length')
+  if #ARGV[3] > 0 and lengths[1] == lengths[2] then
+    redis.call('HSET', KEYS[1], 'model', ARGV[3])
+  end
   -- a session that is resumed just before it expires must not vanish before its next commit
   for _, key in ipairs(KEYS) do
     redis.call('PEXPIRE', key, ARGV[2])

@@ -1,31 +1,32 @@
 """The draft workers as the coordinator sees them: what they offer, and proposals, or none where nobody answers."""
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
 
-from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
+from coordinator.rounds import Drafted
+from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
-from specdec.errors import Fenced, InvalidArgument, SpecdecError, Unavailable
+from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
-from specdec.exact.values import Proposal
+from specdec.exact.values import Observations, Proposal
+from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
-NO_PROPOSAL = Proposal()
-PAUSE_S = (0.25, 8.0)  # without a draft worker: first and longest pause before it is asked again
+RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
+REFUSED_FAILURES = 8  # what a worker refuses outright it will refuse again: wait longest
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """A proposal and how long it took; nothing was drafted where no draft worker answers."""
+class OfferedDrafter:
+    """A drafter that the draft workers offer."""
 
-    proposal: Proposal = NO_PROPOSAL
-    cached_len: int | None = None  # None: no worker was asked, or none answered
-    elapsed_s: float = 0.0
-    num_fed: int = 1  # committed tokens that the worker had to read first
+    model: ModelInfo
+    observations: types_pb2.ObservationRequest | None = None  # what it asks of the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class DraftLimits:
 
     vocab_size: int  # the target's
     context_length: int = 0  # the draft model's; 0: none
+    observation_window: int = 0  # observed tokens that are kept for the next request; 0: none are asked for
 
 
 class DraftWorkers:
@@ -43,11 +45,12 @@ class DraftWorkers:
         self._stub = draft_pb2_grpc.DraftServiceStub(channel)
         self._timeout_s = timeout_s
 
-    async def describe(self) -> dict[str, ModelInfo]:
-        """Return the drafters on offer, the default first. Raises Unavailable while no worker answers."""
+    async def describe(self) -> Mapping[str, OfferedDrafter]:
+        """Return the drafters on offer, the default first. Raises UnavailableError while no worker answers."""
         request = draft_pb2.GetDraftRequest()
-        reply = await answered(self._stub.GetDraft(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
-        return {drafter.name: messages.model_from_proto(drafter.model) for drafter in reply.drafters}
+        metadata = routing_metadata("describe", 0)
+        reply = await answered(self._stub.GetDraft(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
+        return {drafter.name: _offered(drafter) for drafter in reply.drafters}
 
     def open(
         self, session: WorkerSession, drafter: str, limits: DraftLimits, on_failure: Callable[[SpecdecError], None]
@@ -61,6 +64,11 @@ class DraftWorkers:
         return SessionDrafter(stream, limits, on_failure)
 
 
+def _offered(message: draft_pb2.Drafter) -> OfferedDrafter:
+    asks = message.HasField("observations")
+    return OfferedDrafter(messages.model_from_proto(message.model), message.observations if asks else None)
+
+
 class NoDrafter:
     """Drafts nothing: plain decoding."""
 
@@ -68,13 +76,13 @@ class NoDrafter:
         """Return an empty proposal."""
         return Drafted()
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Nothing is held."""
+    def observe(self, observations: Observations) -> None:
+        """Ignore them."""
 
     async def close(self) -> None:
         """Nothing is open."""
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Nothing is open."""
 
 
@@ -90,58 +98,67 @@ class SessionDrafter:
         self._stream = stream
         self._limits = limits
         self._on_failure = on_failure
-        self._pause_s = PAUSE_S[0]
+        self._num_failures = 0
         self._ask_again_at = 0.0
+        self._observations: Observations | None = None  # not yet sent
 
     @property
     def available(self) -> bool:
-        """Say whether it is worth asking now."""
+        """Whether it is worth asking now."""
         return time.monotonic() >= self._ask_again_at
 
     async def propose(self, committed: Sequence[int], num_draft_tokens: int) -> Drafted:
-        """Return at most K tokens with their rows."""
+        """Return a tree of at most K tokens with their distributions; whatever a worker does, nothing is raised."""
         fits = not self._limits.context_length or len(committed) + num_draft_tokens <= self._limits.context_length
         if not num_draft_tokens or not fits or not self.available:
             return Drafted()
         begin = time.perf_counter()
         try:
-            reply, proposal = await self._propose(committed, num_draft_tokens)
+            proposal = await self._propose(committed, num_draft_tokens)
         except SpecdecError as error:
             self._fail(error)
             return Drafted(elapsed_s=time.perf_counter() - begin)
-        self._pause_s = PAUSE_S[0]
-        return Drafted(proposal, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
+        except Exception as error:
+            self._stream.abandon()
+            self._fail(UnavailableError(f"a draft worker's stream broke: {type(error).__name__}"))
+            return Drafted(elapsed_s=time.perf_counter() - begin)
+        self._num_failures = 0
+        self._observations = None
+        return Drafted(proposal, time.perf_counter() - begin, self._stream.num_fed)
 
-    async def _propose(
-        self, committed: Sequence[int], num_draft_tokens: int
-    ) -> tuple[draft_pb2.ProposeResponse, Proposal]:
+    async def _propose(self, committed: Sequence[int], num_draft_tokens: int) -> Proposal:
+        observations = codec.observations_to_proto(self._observations) if self._observations else None
+
         def message(start: int, tokens: Sequence[int]) -> draft_pb2.ProposeRequest:
-            propose = draft_pb2.Propose(start=start, tokens=tokens, num_draft_tokens=num_draft_tokens)
+            propose = draft_pb2.Propose(
+                start=start, tokens=tokens, num_draft_tokens=num_draft_tokens, observations=observations
+            )
             return draft_pb2.ProposeRequest(propose=propose)
 
         reply = await self._stream.ask(committed, message)
         try:
-            return reply, codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
+            return codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
         except (codec.MalformedReply, ValueError) as error:
-            self._stream.drop()
-            raise Unavailable(f"a draft worker answered against the contract: {error}") from error
+            self._stream.abandon()
+            raise UnavailableError(f"a draft worker answered against the contract: {error}") from error
 
     def _fail(self, error: SpecdecError) -> None:
-        """Do without for a while; what the worker refuses outright it will refuse again, so wait longest then."""
-        if isinstance(error, InvalidArgument | Fenced):
-            self._pause_s = PAUSE_S[1]
-        self._ask_again_at = time.monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
+        """Do without for a while."""
+        self._num_failures += REFUSED_FAILURES if isinstance(error, InvalidArgumentError | FencedError) else 1
+        self._ask_again_at = time.monotonic() + (RETRY.pause_s(self._num_failures, 0.0, random.random()) or 0.0)
         self._on_failure(error)
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Note how much of what the worker holds is committed now."""
-        self._stream.keep(num_tokens, cached_len)
+    def observe(self, observations: Observations) -> None:
+        """Keep observations for the next request, the latest ones where they are many."""
+        window = self._limits.observation_window
+        if window:
+            joined = self._observations.followed_by(observations) if self._observations else observations
+            self._observations = joined.latest(window)
 
     async def close(self) -> None:
         """End the session at the worker."""
         await self._stream.close()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Leave the worker its cache, for whoever resumes the session."""
-        self._stream.drop()
+        self._stream.abandon()

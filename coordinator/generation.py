@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.text import Detokenizer, StopText
 from specdec.exact.randomness import Key, Purpose, uniform, uniforms
-from specdec.exact.values import PositionLogprobs, Proposal, Scores, Uniforms, Verdict
+from specdec.exact.values import Proposal, Scores, Uniforms, Verdict
 from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
 DIGEST_BYTES = 16
@@ -74,6 +74,7 @@ class Generation:
     emitted: list[OutputToken] = field(default_factory=list)
     finish: FinishReason | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    prompt_digest: bytes = b""  # the hash chain over the prompt; empty: computed here
     committed: list[int] = field(init=False)  # prompt and completion
     text: str = field(init=False, default="")
     _stop: StopText = field(init=False)
@@ -86,7 +87,7 @@ class Generation:
         self.emitted, self.finish = [], None
         self.committed = list(self.prompt)
         self._stop = StopText(self.sampling.stop)
-        self._digests = [chain(b"", self.prompt)]
+        self._digests = [self.prompt_digest or chain(b"", self.prompt)]
         for entry in replayed:
             self._append(entry)
         if finish:
@@ -191,10 +192,11 @@ class Generation:
 
 def _entries(proposal: Proposal, scores: Scores, verdict: Verdict) -> list[OutputToken]:
     """Return the round's tokens in order, before any cut."""
-    accepted = [(token, TokenOrigin.ACCEPTED) for token in proposal.tokens[: verdict.num_accepted]]
+    accepted = [(proposal.tokens[index], TokenOrigin.ACCEPTED) for index in verdict.path]
     tokens = [*accepted, (verdict.next_token, verdict.next_origin)]
-    rows: Sequence[PositionLogprobs | None] = scores.logprobs or [None] * len(tokens)
+    positions = [0, *(index + 1 for index in verdict.path)]
+    logprobs = [scores.logprobs[position] if scores.logprobs else None for position in positions]
     return [
-        OutputToken(token, origin, TokenLogprobs(row.by_token[token], row.top) if row else None)
-        for (token, origin), row in zip(tokens, rows[: len(tokens)], strict=True)
+        OutputToken(token, origin, TokenLogprobs(entry.by_token[token], entry.top) if entry else None)
+        for (token, origin), entry in zip(tokens, logprobs, strict=True)
     ]

@@ -1,23 +1,28 @@
-"""Requests to values: prompt to tokens, parameters checked against the model, identity of a request."""
+"""Requests to values: parameters checked against the model and the operator's limits, identity of a request."""
 
 import hashlib
 import secrets
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tokenizers import Tokenizer
-
-from coordinator.chat import ChatTemplate
 from coordinator.generation import Limits
+from coordinator.prompts import EncodedPrompt, Prompts
 from specdec import messages
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 255
-MAX_PROMPT_CHARACTERS = 8 << 20
+MAX_NAME_CHARACTERS = 64  # of ids and names that we give out ourselves
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What the operator allows a request."""
+
+    max_new_tokens: int
+    max_draft_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +31,16 @@ class Plan:
 
     session_id: str
     fingerprint: bytes  # of the parameters as given; equal for a repeated request
-    prompt: tuple[int, ...]
+    prompt: EncodedPrompt
     sampling: SamplingParams  # with seed and max_new_tokens
     speculation: SpeculationParams
 
     def stored(self) -> bytes:
         """Return what the store keeps beside the tokens."""
-        request = generation_pb2.GenerateRequest(sampling=messages.sampling_to_proto(self.sampling))
-        if self.speculation.num_draft_tokens is not None:
-            request.speculation.num_draft_tokens = self.speculation.num_draft_tokens
-        if self.speculation.drafter:
-            request.speculation.drafter = self.speculation.drafter
+        request = generation_pb2.GenerateRequest(
+            sampling=messages.sampling_to_proto(self.sampling),
+            speculation=messages.speculation_to_proto(self.speculation),
+        )
         return request.SerializeToString()
 
 
@@ -46,72 +50,47 @@ def restored(data: bytes) -> tuple[SamplingParams, SpeculationParams]:
     return messages.sampling_from_proto(request.sampling), messages.speculation_from_proto(request.speculation)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    """Turns prompts into tokens of the target."""
-
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
-
-    def encode(self, request: generation_pb2.GenerateRequest, vocab_size: int) -> tuple[int, ...]:
-        """Return the prompt's tokens. Raises InvalidArgument if there are none, or ids past the vocabulary."""
-        kind = request.WhichOneof("prompt")
-        if kind == "tokens":
-            messages.check_tokens(request.tokens.ids, vocab_size, "tokens.ids")
-            tokens = tuple(request.tokens.ids)
-        elif kind == "text":
-            tokens = self._encode(request.text, special=True) if request.text else ()
-        elif kind == "chat":
-            tokens = self._encode(self._render(request.chat), special=False)
-        else:
-            raise InvalidArgument({"prompt": "is missing; set one of text, tokens, chat"})
-        if not tokens:
-            raise InvalidArgument({kind: "is empty; give at least one token to continue"})
-        return tokens
-
-    def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
-        if len(text) > MAX_PROMPT_CHARACTERS:
-            raise InvalidArgument({"prompt": f"has {len(text)} characters; the most is {MAX_PROMPT_CHARACTERS}"})
-        return tuple(self.tokenizer.encode(text, add_special_tokens=special).ids)
-
-    def _render(self, chat: generation_pb2.ChatPrompt) -> str:
-        if self.chat_template is None:
-            raise InvalidArgument({"chat": "cannot be rendered: this model has no chat template; send text or tokens"})
-        if not chat.messages:
-            raise InvalidArgument({"chat.messages": "is empty; give at least one message"})
-        return self.chat_template.render([(message.role, message.content) for message in chat.messages])
-
-
-def plan(request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, most_new_tokens: int) -> Plan:
-    """Check a request as a whole. Raises InvalidArgument."""
+async def plan(
+    request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, limits: RequestLimits
+) -> Plan:
+    """Check a request as a whole, the cheap parts first. Raises InvalidArgumentError, OverloadedError."""
+    check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
+    check_id("speculation.drafter", request.speculation.drafter, MAX_NAME_CHARACTERS)
     sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
     speculation = messages.speculation_from_proto(request.speculation)
-    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
-        problem = f"has {len(request.request_id)} characters; the most is {MAX_REQUEST_ID_CHARACTERS}"
-        raise InvalidArgument({"request_id": problem})
-    prompt = prompts.encode(request, target.vocab_size)
-    _check_length(prompt, target)
-    return Plan(
-        session_id=session_id(request.request_id),
-        fingerprint=fingerprint(request),
-        prompt=prompt,
-        sampling=resolved(sampling, most_new_tokens),
-        speculation=speculation,
-    )
+    _check_draft_length(speculation, limits)
+    sampling = resolved(sampling, limits.max_new_tokens)
+    prompt = await prompts.encode(request, target)
+    return Plan(session_id(request.request_id), fingerprint(request), prompt, sampling, speculation)
 
 
-def _check_length(prompt: Sequence[int], target: ModelInfo) -> None:
-    if len(prompt) >= target.context_length:
-        problem = f"has {len(prompt)} tokens; the model's context holds {target.context_length}, completion included"
-        raise InvalidArgument({"prompt": problem})
+def check_id(field: str, value: str, maximum: int) -> None:
+    """Raise InvalidArgumentError for an id or name that is too long; its value is not repeated."""
+    if len(value) > maximum:
+        raise InvalidArgumentError({field: f"has {len(value)} characters; the maximum is {maximum}"})
 
 
-def resolved(sampling: SamplingParams, most_new_tokens: int) -> SamplingParams:
-    """Fill in the seed, and cap the length. Raises InvalidArgument for a length past the server's limit."""
-    wanted = sampling.max_new_tokens or most_new_tokens
-    if wanted > most_new_tokens:
-        problem = f"is {wanted}; this server's limit is {most_new_tokens}"
-        raise InvalidArgument({"sampling.max_new_tokens": problem})
+def known_session(session_id: str) -> str:
+    """Return a session's id as a client sent it. Raises InvalidArgumentError for what cannot be one."""
+    if not session_id:
+        raise InvalidArgumentError({"session_id": "is empty; take it from a chunk of the session"})
+    check_id("session_id", session_id, MAX_NAME_CHARACTERS)
+    return session_id
+
+
+def _check_draft_length(speculation: SpeculationParams, limits: RequestLimits) -> None:
+    count = speculation.num_draft_tokens
+    if count is not None and count > limits.max_draft_tokens:
+        problem = f"is {count}; this server's limit is {limits.max_draft_tokens}"
+        raise InvalidArgumentError({"speculation.num_draft_tokens": problem})
+
+
+def resolved(sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
+    """Fill in the seed, and cap the length. Raises InvalidArgumentError for a length past the server's limit."""
+    wanted = sampling.max_new_tokens or max_new_tokens
+    if wanted > max_new_tokens:
+        problem = f"is {wanted}; this server's limit is {max_new_tokens}"
+        raise InvalidArgumentError({"sampling.max_new_tokens": problem})
     seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
     return replace(sampling, seed=seed, max_new_tokens=wanted)
 

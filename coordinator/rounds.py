@@ -1,84 +1,106 @@
 """The loop: draft, score, accept, commit, until the generation is done.
 
-The next round is on its way while the last one's commit is; only emission waits for the commit.
+The next round runs while the last one's commit is in flight; only emission waits for the commit.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from coordinator.acceptance import accept
-from coordinator.draft import Drafted
+from coordinator.acceptance import AcceptanceRule
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Generation, Round
-from coordinator.target import Scored
-from specdec.exact.values import Proposal
+from specdec.exact.values import Observations, Proposal, Scores, Verdict
 
-MAX_FED_TOKENS = 40  # a round whose worker had to read more than a round's tokens, or a stream's first one, says
-# nothing of rounds to come
+MAX_FED_TOKENS = 40  # a round in which a worker had to read more tokens than a round commits includes a prefill
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A proposal and how long it took; empty where no draft worker answers."""
+
+    proposal: Proposal = Proposal()  # noqa: RUF009  # frozen
+    elapsed_s: float = 0.0
+    num_fed: int = 1  # committed tokens that the worker had to read first
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The target's answer and how long it took, as the coordinator saw it."""
+
+    scores: Scores
+    elapsed_s: float
+    num_fed: int = 1  # committed tokens that the worker had to read first
+    num_sessions: int = 1  # at the worker, waiting or in the forward
 
 
 class Drafter(Protocol):
-    """Guesses; may guess nothing."""
+    """Proposes draft tokens; may propose none."""
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        """Return at most K tokens with the rows that they were drawn from."""
+        """Return a tree of at most K tokens with the distributions that they were drawn from."""
         ...
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Note that the first `num_tokens` tokens are committed now, of the `cached_len` that the worker holds."""
+    def observe(self, observations: Observations) -> None:
+        """Take what the target observed at committed tokens, to be sent with the next proposal's request."""
         ...
 
 
 class Scorer(Protocol):
-    """Knows the target's distribution."""
+    """Scores a proposal with the target model."""
 
     async def score(self, committed: list[int], proposal: Proposal) -> Scored:
-        """Return the K + 1 rows."""
-        ...
-
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Note that the first `num_tokens` tokens are committed now, of the `cached_len` that the worker holds."""
+        """Return the target's distributions at the N + 1 positions of a proposal of N tokens."""
         ...
 
 
-async def run_rounds(
-    generation: Generation,
-    drafter: Drafter,
-    scorer: Scorer,
-    draft_length: DraftLength,
-    publish: Callable[[Round], Awaitable[None]],
-) -> None:
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """What a session plays its rounds with."""
+
+    drafter: Drafter
+    scorer: Scorer
+    rule: AcceptanceRule
+    draft_length: DraftLength
+
+
+async def run_rounds(generation: Generation, parts: RoundParts, publish: Callable[[Round], Awaitable[None]]) -> None:
     """Play rounds until the generation is done; `publish` commits a round, then lets clients see it.
 
-    One commit at a time, in order; what it raises ends the loop. A commit that is under way is always awaited.
+    One commit at a time, in order; an exception from `publish` ends the loop. A commit in flight is always awaited.
     """
     committing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     committing.set_result(None)
     try:
         while not generation.done:
-            played = await play_round(generation, drafter, scorer, draft_length)
+            played = await play_round(generation, parts)
             await asyncio.shield(committing)
             committing = asyncio.ensure_future(publish(played))
     finally:
-        # shielded, for who cancels this loop must not cut a commit in two
+        # shielded: cancelling this loop must not interrupt a commit
         await asyncio.shield(committing)
 
 
-async def play_round(generation: Generation, drafter: Drafter, scorer: Scorer, draft_length: DraftLength) -> Round:
+async def play_round(generation: Generation, parts: RoundParts) -> Round:
     """Draft, score, accept; return what is to be committed."""
     base_length = len(generation.committed)
-    drafted = await drafter.propose(generation.committed, draft_length.choose(generation.remaining_tokens))
+    num_draft_tokens = parts.draft_length.choose(generation.remaining_tokens)
+    drafted = await parts.drafter.propose(generation.committed, num_draft_tokens)
     proposal = drafted.proposal
-    scored = await scorer.score(generation.committed, proposal)
-    verdict = accept(proposal, scored.scores, generation.uniforms(len(proposal)))
+    scored = await parts.scorer.score(generation.committed, proposal)
+    verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
     played = generation.advance(proposal, scored.scores, verdict, drafted.elapsed_s, scored.elapsed_s)
 
-    kept = base_length + verdict.num_accepted
-    scorer.keep(kept, scored.cached_len)
-    if drafted.cached_len is not None:
-        drafter.keep(kept, drafted.cached_len)
+    if scored.scores.observations:
+        parts.drafter.observe(committed_observations(scored.scores.observations, proposal, verdict))
     if max(drafted.num_fed, scored.num_fed) <= min(MAX_FED_TOKENS, base_length - 1):
-        draft_length.costs.observe(len(proposal), drafted.elapsed_s, scored.elapsed_s)
-    draft_length.observe(len(proposal), verdict.num_accepted)
+        parts.draft_length.costs.observe(len(proposal), drafted.elapsed_s, scored.elapsed_s, scored.num_sessions)
+    parts.draft_length.observe(proposal.depth, verdict.num_accepted)
     return played
+
+
+def committed_observations(observations: Observations, proposal: Proposal, verdict: Verdict) -> Observations:
+    """Return the observations at committed tokens: those before the proposal, and those of the accepted path."""
+    num_before = len(observations) - len(proposal)
+    return observations.select([*range(num_before), *(num_before + token for token in verdict.path)])

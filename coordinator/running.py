@@ -1,34 +1,54 @@
-"""Generations that run in this coordinator, and the clients that follow them.
-
-A session runs while somebody follows it. When the last follower leaves it pauses: what was committed stays in the
-store, the workers keep their caches while they have remaining_tokens, and whoever resumes it goes on from there.
-"""
+"""One generation that runs in this coordinator, and the clients that follow it."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from coordinator import metrics
+from coordinator.acceptance import AcceptanceRule
 from coordinator.draft import NoDrafter, SessionDrafter
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Chunk, Generation, Round
-from coordinator.rounds import run_rounds
+from coordinator.rounds import RoundParts, run_rounds
 from coordinator.sessions import Session, SessionCancelled, SessionStore
-from coordinator.target import Scorer
-from specdec.errors import DataLoss, Overloaded, Unavailable
+from coordinator.target import SessionScorer
+from specdec.errors import UnavailableError
 from specdec.types import FinishReason, Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandles:
-    """The workers' ends that one session uses, and how it chooses K."""
+    """A session's streams to its workers, and what its rounds are played with."""
 
-    scorer: Scorer
+    scorer: SessionScorer
     drafter: SessionDrafter | NoDrafter
+    rule: AcceptanceRule
     draft_length: DraftLength
+
+    @property
+    def parts(self) -> RoundParts:
+        """What the rounds need of them."""
+        return RoundParts(self.drafter, self.scorer, self.rule, self.draft_length)
+
+    async def close(self) -> None:
+        """End the session at the workers, so that they free its cache."""
+        await asyncio.gather(self.scorer.close(), self.drafter.close())
+
+    def abandon(self) -> None:
+        """Leave the workers their caches, for the coordinator that resumes the session."""
+        self.scorer.abandon()
+        self.drafter.abandon()
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a session ended."""
+
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    statistics: Statistics
 
 
 class RunningGeneration:
@@ -36,165 +56,122 @@ class RunningGeneration:
 
     def __init__(self, session: Session, generation: Generation, store: SessionStore) -> None:
         self.session_id = session.session_id
+        self.epoch = session.epoch
         self.generation = generation
-        self._epoch = session.epoch
         self._store = store
         self._num_published = len(generation.emitted)
         self._published = generation.statistics
         self._base_s = generation.statistics.total_s
-        self._began_at = time.perf_counter()
-        self._changed = asyncio.Condition()
+        self._began_at = self._published_at = time.perf_counter()
+        self._changed = asyncio.Event()  # of now; another one after each change
         self._error: Exception | None = None
+        self._interruption: Exception | None = None
+        self._has_ended = False  # the rounds; the workers may still have to be told
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def statistics(self) -> Statistics:
-        """Sums over what is committed."""
-        return self._published
-
-    def start(self, team: WorkerHandles) -> None:
-        """Begin to play rounds."""
-        self._task = asyncio.create_task(self._run(team), name=f"generation {self.session_id}")
-
-    async def stop(self) -> None:
-        """End the rounds; the one that is being committed still is."""
-        if self._task:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def follow(self, offset: int, digest: bytes) -> AsyncIterator[tuple[Chunk, bool]]:
-        """Yield the completion from token `offset` on as it is committed, each chunk with whether it is the last.
-
-        Raises DataLoss if the client has more than, or other than, what is committed; and whatever ended the rounds.
-        """
-        self._check_position(offset, digest)
-        last = False
-        while not last:
-            await self._wait_past(offset)
-            end = self._num_published
-            last = self._is_complete
-            yield self.generation.chunk(offset, end), last
-            offset = end
-
-    def _check_position(self, offset: int, digest: bytes) -> None:
-        if offset > self._num_published:
-            raise DataLoss(f"offset {offset} is past the {self._num_published} tokens that the session store holds")
-        if digest and digest != self.generation.digest_at(offset):
-            raise DataLoss(f"the session store holds other tokens than the client, up to offset {offset}")
 
     @property
     def has_failed(self) -> bool:
         """Say whether an error ended the rounds."""
-        return self._error is not None
+        return self._error is not None or self._interruption is not None
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last commit while rounds are running, else 0."""
+        running = self._task is not None and not self._has_ended
+        return time.perf_counter() - self._published_at if running else 0.0
+
+    def start(self, workers: WorkerHandles) -> None:
+        """Begin to run rounds."""
+        self._task = asyncio.create_task(self._run(workers), name=f"generation {self.session_id}")
+
+    def interrupt(self, reason: Exception) -> None:
+        """End the round in flight and all others; SessionCancelled ends the session, anything else fails followers."""
+        if self._task and not self._has_ended and self._interruption is None:
+            self._interruption = reason
+            self._task.cancel()
+
+    async def stop(self) -> "asyncio.Task[None] | None":
+        """End the rounds; a commit in flight is awaited. Return the task that still tells the workers, if one does."""
+        if self._task and not self._has_ended:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        return self._task if self._task and not self._task.done() else None
+
+    def holds(self, offset: int, digest: bytes) -> bool:
+        """Say whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
+        return offset <= self._num_published and (not digest or digest == self.generation.digest_at(offset))
+
+    async def follow(self, offset: int) -> AsyncIterator[tuple[Chunk, Ending | None]]:
+        """Yield the completion from token `offset` on as it is committed; the last chunk comes with the ending.
+
+        Raises what ended the rounds.
+        """
+        ending = None
+        while ending is None:
+            await self._wait_past(offset)
+            end, ending = self._num_published, self._ending()
+            yield self.generation.chunk(offset, end), ending
+            offset = end
 
     @property
     def _is_complete(self) -> bool:
         return self.generation.done and self._num_published == len(self.generation.emitted)
 
-    async def _wait_past(self, offset: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._num_published > offset or self._is_complete or self._error)
-        if self._num_published == offset and not self._is_complete and self._error:
-            raise self._error
+    def _ending(self) -> Ending | None:
+        generation = self.generation
+        if not self._is_complete or generation.finish is None:
+            return None
+        return Ending(generation.finish, len(generation.prompt), len(generation.emitted), self._published)
 
-    async def _run(self, team: WorkerHandles) -> None:
+    async def _wait_past(self, offset: int) -> None:
+        while self._num_published <= offset and not self._is_complete and self._error is None:
+            await self._changed.wait()
+        if self._num_published <= offset and not self._is_complete and self._error:
+            raise self._error
+        if self._num_published < offset:
+            raise UnavailableError("the session ended before the token that the client asks for; resume it again")
+
+    async def _run(self, workers: WorkerHandles) -> None:
         try:
-            await run_rounds(self.generation, team.drafter, team.scorer, team.draft_length, self._publish)
-            await asyncio.gather(team.scorer.close(), team.drafter.close())
-        except SessionCancelled:
-            await asyncio.gather(team.scorer.close(), team.drafter.close())
-            await self._cut(FinishReason.CANCELLED)
+            await run_rounds(self.generation, workers.parts, self._publish)
         except asyncio.CancelledError:
-            await self._fail(Unavailable("this coordinator has stopped the session's rounds; resume it"))
-            raise
+            self._end(self._interruption or UnavailableError("this coordinator stopped the session; resume it"))
         except Exception as error:
-            await self._fail(error)
+            self._end(error)
+        self._has_ended = True
+        try:
+            if self._is_complete:
+                await workers.close()
         finally:
-            team.scorer.drop()
-            team.drafter.drop()
+            workers.abandon()
 
     async def _publish(self, played: Round) -> None:
         begin = time.perf_counter()
         statistics = replace(
             played.statistics, commit_s=self._published.commit_s, total_s=self._base_s + begin - self._began_at
         )
-        await self._store.commit(self.session_id, self._epoch, played, statistics)
-        end = time.perf_counter()
+        await self._store.commit(self.session_id, self.epoch, played, statistics)
+        end = self._published_at = time.perf_counter()
         metrics.observe_round(self._published, played, end - begin)
-        async with self._changed:
-            self._published = replace(
-                statistics,
-                commit_s=statistics.commit_s + end - begin,
-                total_s=self._base_s + end - self._began_at,
-            )
-            self._num_published += len(played.emitted)
-            self._changed.notify_all()
+        self._published = replace(
+            statistics,
+            commit_s=statistics.commit_s + end - begin,
+            total_s=self._base_s + end - self._began_at,
+        )
+        self._num_published += len(played.emitted)
+        self._tell()
 
-    async def _cut(self, reason: FinishReason) -> None:
-        """End at what is committed."""
-        async with self._changed:
-            self.generation.cut(self._num_published, reason)
-            self._changed.notify_all()
+    def _end(self, reason: Exception) -> None:
+        """End at what is committed, or tell followers why it goes no further."""
+        if self._is_complete:
+            return
+        if isinstance(reason, SessionCancelled):
+            self.generation.cut(self._num_published, FinishReason.CANCELLED)
+        else:
+            self._error = reason
+        self._tell()
 
-    async def _fail(self, error: Exception) -> None:
-        async with self._changed:
-            self._error = error
-            self._changed.notify_all()
-
-
-@dataclass(slots=True)
-class _Entry:
-    live: asyncio.Future[RunningGeneration]
-    num_members: int = 0
-
-    @property
-    def has_failed(self) -> bool:
-        """Say whether it ended with an error, which only its members need to see."""
-        return self.live.done() and (self.live.exception() is not None or self.live.result().has_failed)
-
-
-class RunningGenerations:
-    """All generations of this coordinator; at most one a session."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._entries: dict[str, _Entry] = {}
-
-    @asynccontextmanager
-    async def attach(
-        self, session_id: str, revive: Callable[[], Coroutine[Any, Any, RunningGeneration]]
-    ) -> AsyncIterator[RunningGeneration]:
-        """Give the session's generation, running it while anybody is attach; `revive` claims one that does not run.
-
-        Raises Overloaded if too many run already, and what `revive` raises.
-        """
-        entry = self._entries.get(session_id)
-        if entry is None or entry.has_failed:
-            entry = self._revived(session_id, revive)
-        entry.num_members += 1
-        try:
-            yield await asyncio.shield(entry.live)
-        finally:
-            entry.num_members -= 1
-            if not entry.num_members:
-                await asyncio.shield(self._pause(session_id, entry))
-
-    async def stop(self) -> None:
-        """End all rounds; sessions stay in the store."""
-        await asyncio.gather(*(self._pause(session_id, entry) for session_id, entry in [*self._entries.items()]))
-
-    def _revived(self, session_id: str, revive: Callable[[], Coroutine[Any, Any, RunningGeneration]]) -> _Entry:
-        if session_id not in self._entries and len(self._entries) >= self._most:
-            raise Overloaded(f"{self._most} sessions run here already; try again soon")
-        entry = self._entries[session_id] = _Entry(asyncio.ensure_future(revive()))
-        metrics.NUM_RUNNING.set(len(self._entries))
-        return entry
-
-    async def _pause(self, session_id: str, entry: _Entry) -> None:
-        """Forget first, then stop: who joins meanwhile claims the session, and fences what is still under way here."""
-        if self._entries.get(session_id) is entry:
-            del self._entries[session_id]
-            metrics.NUM_RUNNING.set(len(self._entries))
-        revived = await asyncio.gather(entry.live, return_exceptions=True)
-        if isinstance(revived[0], RunningGeneration):
-            await revived[0].stop()
+    def _tell(self) -> None:
+        """Wake the followers."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,88 +1,211 @@
-"""What the coordinator does, in one place: plan a request, claim its session, run it, read it, cancel it."""
+"""What the coordinator does, in one place: create a session, follow it, read it, cancel it."""
 
+import asyncio
 from collections import defaultdict
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 
 from coordinator import metrics, requests
+from coordinator.acceptance import RULES
 from coordinator.capabilities import WorkerCapabilities
-from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, SessionDrafter
+from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, OfferedDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
-from coordinator.generation import Generation, chain
-from coordinator.requests import Plan, Prompts
-from coordinator.running import RunningGeneration, RunningGenerations, WorkerHandles
-from coordinator.sessions import Session, SessionStore, Status
+from coordinator.generation import Chunk, Generation
+from coordinator.prompts import Prompts
+from coordinator.registry import RunningGenerations
+from coordinator.requests import RequestLimits
+from coordinator.running import Ending, RunningGeneration, WorkerHandles
+from coordinator.sessions import Session, SessionCancelled, SessionStore, Status
 from coordinator.streams import WorkerSession
-from coordinator.target import TargetWorkers
+from coordinator.target import SessionScorer, TargetWorkers
 from coordinator.text import StreamDetokenizer
-from specdec.errors import SpecdecError
+from specdec.errors import FencedError, SpecdecError, UnavailableError
 from specdec.serving.telemetry import get_logger
-from specdec.types import ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import AcceptanceRuleName, ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
+
+HEARTBEAT_S = 1.0  # how late a cancellation or takeover at another coordinator is seen
+MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
+INLINE_TOKENS = 256  # of a completion that is replayed at once, in some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers of both kinds, and what is known of them."""
+
+    target: TargetWorkers
+    draft: DraftWorkers | None
+    capabilities: WorkerCapabilities
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSession:
+    """A session as the store has it, with its text."""
+
+    session: Session
+    sampling: SamplingParams
+    text: str
+    ending: Ending | None
+
+
 class Coordinator:
-    """The parts, and what they do together."""
+    """Runs sessions: the store has them, the workers draft and score them."""
 
-    models: WorkerCapabilities
-    target_workers: TargetWorkers
-    draft_workers: DraftWorkers | None
-    prompts: Prompts
-    store: SessionStore
-    running: RunningGenerations
-    costs: defaultdict[str, Costs]  # by drafter
-    max_new_tokens: int
-    max_draft_tokens: int
+    def __init__(
+        self,
+        workers: Workers,
+        prompts: Prompts,
+        store: SessionStore,
+        running: RunningGenerations,
+        limits: RequestLimits,
+    ) -> None:
+        self.limits = limits
+        self.capabilities = workers.capabilities
+        self._workers = workers
+        self._prompts = prompts
+        self._store = store
+        self._running = running
+        self._costs: defaultdict[str, Costs] = defaultdict(Costs)  # by drafter
 
-    async def begin(self, request: generation_pb2.GenerateRequest) -> Plan:
-        """Check a request and create its session, unless it exists. Raises InvalidArgument, AlreadyExists, Mismatch."""
-        plan = requests.plan(request, self.prompts, self.models.target, self.max_new_tokens)
-        if plan.speculation.num_draft_tokens != 0 and self.draft_workers:
-            self.models.drafter(plan.speculation.drafter)
-        digest = chain(b"", plan.prompt)
-        await self.store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, digest)
-        return plan
+    async def begin(self, request: generation_pb2.GenerateRequest) -> str:
+        """Check a request, create its session unless it exists, and return the session's id.
 
-    async def revive(self, session_id: str) -> RunningGeneration:
-        """Claim a session and go on with it. Raises NotFound."""
-        session = await self.store.claim(session_id)
+        Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
+        """
+        target = self.capabilities.target
+        plan = await requests.plan(request, self._prompts, target, self.limits)
+        if plan.speculation.num_draft_tokens != 0 and self._workers.draft:
+            self.capabilities.drafter(plan.speculation.drafter)
+        self._running.check_room(plan.session_id)
+        await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
+        return plan.session_id
+
+    async def follow(self, session_id: str, offset: int, digest: bytes) -> AsyncGenerator[tuple[Chunk, Ending | None]]:
+        """Yield the completion from token `offset` on, running the session here; the last chunk comes with the ending.
+
+        Raises NotFoundError, OverloadedError, DataLossError if the store lacks what the client has, and the error of
+        the rounds.
+        """
+        while True:
+            async with self._running.attach(session_id, partial(self.start, session_id)) as running:
+                if running.holds(offset, digest) or await self._owns(running, offset, digest):
+                    async for chunk, ending in running.follow(offset):
+                        yield chunk, ending
+                    return
+                running.interrupt(FencedError("another coordinator has taken this session over; resume it"))
+
+    async def read(self, session_id: str) -> StoredSession:
+        """Return a session. Raises NotFoundError."""
+        session = await self._store.read(session_id)
+        sampling, _ = requests.restored(session.request)
+        generation = await self._replayed(session, sampling)
+        ending = None
+        if session.finish:
+            ending = Ending(session.finish, len(session.prompt), len(session.emitted), session.statistics)
+        return StoredSession(session, sampling, generation.text, ending)
+
+    async def cancel(self, session_id: str) -> Status:
+        """End a session; return its state after that. Raises NotFoundError."""
+        status = await self._store.cancel(session_id)
+        running = self._running.get(session_id)
+        if running and status is Status.CANCELLED:
+            running.interrupt(SessionCancelled())
+        return status
+
+    async def watch(self, period_s: float = HEARTBEAT_S) -> None:
+        """Ask the store about sessions whose round takes long, for ever: they may be cancelled or owned elsewhere."""
+        while True:
+            await asyncio.sleep(period_s)
+            await asyncio.gather(*map(self._check, self._running.silent(period_s)))
+
+    async def _check(self, running: RunningGeneration) -> None:
+        try:
+            await self._store.heartbeat(running.session_id, running.epoch)
+        except UnavailableError:
+            pass  # the commit will say so
+        except (SpecdecError, SessionCancelled) as reason:
+            running.interrupt(reason)
+
+    async def _owns(self, running: RunningGeneration, offset: int, digest: bytes) -> bool:
+        """Ask the store whether this coordinator still owns a session of which a client has more, or other, tokens.
+
+        Raises DataLossError if the store lacks what the client has: memory may be behind, the store never is.
+        """
+        session = await self._store.read(running.session_id)
+        session.check_position(offset, digest)
+        return session.epoch == running.epoch
+
+    async def start(self, session_id: str) -> RunningGeneration:
+        """Claim a session and continue it, with the model that its text belongs to.
+
+        Raises NotFoundError, ModelMismatchError.
+        """
+        session = await self._store.claim(session_id, self.capabilities.target)
         sampling, speculation = requests.restored(session.request)
-        live = RunningGeneration(session, self.generation(session, sampling), self.store)
+        running = RunningGeneration(session, await self._replayed(session, sampling), self._store)
         if session.status is Status.ACTIVE:
-            live.start(self._worker_handles(session, sampling, speculation))
-        return live
+            running.start(self._worker_handles(session, sampling, speculation))
+        return running
 
-    def generation(self, session: Session, sampling: SamplingParams) -> Generation:
-        """Return a session's state, its text replayed from its tokens."""
+    async def _replayed(self, session: Session, sampling: SamplingParams) -> Generation:
+        """Return a session's state; a long completion is replayed on a thread."""
+        if len(session.emitted) <= INLINE_TOKENS:
+            return self._generation(session, sampling)
+        return await asyncio.to_thread(self._generation, session, sampling)
+
+    def _generation(self, session: Session, sampling: SamplingParams) -> Generation:
+        """Return a session's state, its text replayed. Raises ModelMismatchError for tokens of another tokenizer."""
+        model = self._model(session)
+        self.capabilities.check_tokenizer(model)
         return Generation(
             prompt=session.prompt,
             sampling=sampling,
-            limits=requests.limits(sampling, self.models.target),
-            detokenizer=StreamDetokenizer(self.prompts.tokenizer, session.prompt),
+            limits=requests.limits(sampling, model),
+            detokenizer=StreamDetokenizer(self._prompts.tokenizer, session.prompt),
             emitted=list(session.emitted),
             finish=session.finish,
             statistics=session.statistics,
+            prompt_digest=session.prompt_digest,
         )
+
+    def _model(self, session: Session) -> ModelInfo:
+        """Return the target that a session's text belongs to."""
+        return session.model or self.capabilities.target
 
     def _worker_handles(
         self, session: Session, sampling: SamplingParams, speculation: SpeculationParams
     ) -> WorkerHandles:
-        worker_session = WorkerSession(session.session_id, session.epoch, sampling, len(session.prompt))
-        scorer = self.target_workers.open(worker_session, self.models.target.vocab_size)
-        if self.draft_workers is None or speculation.num_draft_tokens == 0:
-            return WorkerHandles(scorer, NoDrafter(), DraftLength(self.costs[""], self.max_draft_tokens, fixed=0))
-        name, model = self.models.drafter(speculation.drafter)
-        drafter = self._drafter(self.draft_workers, worker_session, name, model)
-        costs = self.costs[name if model else ""]  # a name that no worker has confirmed is anybody's invention
-        return WorkerHandles(scorer, drafter, DraftLength(costs, self.max_draft_tokens, speculation.num_draft_tokens))
+        model = self._model(session)
+        worker_session = WorkerSession(
+            session.session_id, session.epoch, sampling, len(session.prompt), model.fingerprint
+        )
+        rule = RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN]
+        maximum = self.limits.max_draft_tokens
+        if self._workers.draft is None or speculation.num_draft_tokens == 0:
+            scorer = self._scorer(worker_session, model, None)
+            return WorkerHandles(scorer, NoDrafter(), rule, DraftLength(self._costs[""], maximum, fixed=0))
+        name, offered = self.capabilities.drafter(speculation.drafter)
+        scorer = self._scorer(worker_session, model, offered)
+        drafter = self._drafter(self._workers.draft, worker_session, name, _draft_limits(model, offered))
+        costs = self._costs[name if offered else ""]  # a name that no worker has confirmed must not add an entry
+        return WorkerHandles(scorer, drafter, rule, DraftLength(costs, maximum, speculation.num_draft_tokens))
 
-    def _drafter(
-        self, workers: DraftWorkers, session: WorkerSession, name: str, model: ModelInfo | None
-    ) -> SessionDrafter:
-        limits = DraftLimits(self.models.target.vocab_size, model.context_length if model else 0)
+    def _scorer(self, session: WorkerSession, model: ModelInfo, offered: OfferedDrafter | None) -> SessionScorer:
+        observations = offered.observations if offered else None
+        return self._workers.target.open(session, model.vocab_size, observations, self.capabilities.ask_soon)
 
+    def _drafter(self, workers: DraftWorkers, session: WorkerSession, name: str, limits: DraftLimits) -> SessionDrafter:
         def note(error: SpecdecError) -> None:
             metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
             get_logger().warning("draft_unavailable", session_id=session.session_id, reason=error.reason)
 
         return workers.open(session, name, limits, note)
+
+
+def _draft_limits(model: ModelInfo, offered: OfferedDrafter | None) -> DraftLimits:
+    """Return what a proposal for this target may hold."""
+    if offered is None:
+        return DraftLimits(model.vocab_size)
+    window = MAX_PENDING_OBSERVATIONS if offered.observations else 0
+    return DraftLimits(model.vocab_size, offered.model.context_length, window)

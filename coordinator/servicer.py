@@ -1,20 +1,21 @@
 """GenerationService: decode, call, encode."""
 
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
 
 import grpc
 
-from coordinator import metrics, requests
-from coordinator.generation import Chunk, Generation, OutputToken
-from coordinator.running import RunningGeneration
-from coordinator.service import Coordinator
+from coordinator import metrics
+from coordinator.generation import Chunk, OutputToken
+from coordinator.requests import known_session
+from coordinator.running import Ending
+from coordinator.service import Coordinator, StoredSession
 from coordinator.sessions import Status, statistics_to_proto
 from specdec import messages
-from specdec.errors import InvalidArgument, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.serving.telemetry import get_logger
-from specdec.types import MAX_DRAFT_TOKENS, Statistics
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 
@@ -23,7 +24,8 @@ _STATUS = {
     Status.FINISHED: pb.SESSION_STATUS_FINISHED,
     Status.CANCELLED: pb.SESSION_STATUS_CANCELLED,
 }
-ResponseT = TypeVar("ResponseT", pb.GenerateResponse, pb.ResumeResponse)
+
+Write = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -36,81 +38,61 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a new session, or attach to the one that has this request_id."""
         with _Request("Generate") as record:
-            plan = await self._coordinator.begin(request)
-            record.session_id = plan.session_id
-            await self._stream(plan.session_id, 0, b"", pb.GenerateResponse, context, record)
+            record.session_id = await self._coordinator.begin(request)
+            await self._stream(record.session_id, 0, b"", context.write, record)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from where the client is."""
         with _Request("Resume") as record:
-            record.session_id = _known_session(request.session_id)
-            position = request.offset, request.digest
-            await self._stream(request.session_id, *position, pb.ResumeResponse, context, record)
+            record.session_id = known_session(request.session_id)
+
+            async def write(chunk: pb.GenerateResponse) -> None:
+                await context.write(pb.ResumeResponse(chunk=chunk))
+
+            await self._stream(request.session_id, request.offset, request.digest, write, record)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
         with _Request("GetSession") as record:
-            record.session_id = _known_session(request.session_id)
-            session = await self._coordinator.store.read(request.session_id)
-            sampling, _ = requests.restored(session.request)
-            generation = self._coordinator.generation(session, sampling)
-            return pb.GetSessionResponse(
-                session_id=session.session_id,
-                status=_STATUS[session.status],
-                epoch=session.epoch,
-                num_prompt_tokens=len(session.prompt),
-                tokens=[entry.token for entry in session.emitted],
-                text=generation.text,
-                digest=session.digest,
-                sampling=messages.sampling_to_proto(sampling),
-                finish=finish_to_proto(generation, session.statistics) if session.finish else None,
-            )
+            record.session_id = known_session(request.session_id)
+            return session_to_proto(await self._coordinator.read(request.session_id))
 
     async def CancelSession(self, request: pb.CancelSessionRequest, context: Any) -> pb.CancelSessionResponse:
         """End a session."""
         with _Request("CancelSession") as record:
-            record.session_id = _known_session(request.session_id)
-            status = await self._coordinator.store.cancel(request.session_id)
+            record.session_id = known_session(request.session_id)
+            status = await self._coordinator.cancel(request.session_id)
             return pb.CancelSessionResponse(status=_STATUS[status])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         """Return the models."""
         with _Request("GetModel"):
-            models = self._coordinator.models
+            models = self._coordinator.capabilities
             return pb.GetModelResponse(
                 target=messages.model_to_proto(models.target),
                 drafters=models.drafters,
                 context_length=models.target.context_length,
-                max_draft_tokens=MAX_DRAFT_TOKENS,
+                max_draft_tokens=self._coordinator.limits.max_draft_tokens,
             )
 
-    async def _stream(
-        self, session_id: str, offset: int, digest: bytes, kind: Callable[..., Any], context: Any, record: "_Request"
-    ) -> None:
-        async with self._coordinator.running.attach(session_id, lambda: self._coordinator.revive(session_id)) as live:
-            async for chunk, last in live.follow(offset, digest):
-                await context.write(chunk_to_proto(kind, live, chunk, last))
-                record.wrote(chunk, last)
-            record.statistics = live.statistics
+    async def _stream(self, session_id: str, offset: int, digest: bytes, write: Write, record: "_Request") -> None:
+        async with aclosing(self._coordinator.follow(session_id, offset, digest)) as chunks:
+            async for chunk, ending in chunks:
+                await write(chunk_to_proto(session_id, chunk, ending))
+                record.wrote(chunk, ending)
 
 
-def _known_session(session_id: str) -> str:
-    if not session_id:
-        raise InvalidArgument({"session_id": "is empty; take it from a chunk of the session"})
-    return session_id
-
-
-def chunk_to_proto(kind: Callable[..., ResponseT], live: RunningGeneration, chunk: Chunk, last: bool) -> ResponseT:
+def chunk_to_proto(session_id: str, chunk: Chunk, ending: Ending | None) -> pb.GenerateResponse:
     """Convert; the last chunk says how the session ended."""
     logprobs = [entry for emitted in chunk.emitted for entry in _logprobs_to_proto(emitted)]
-    return kind(
-        session_id=live.session_id,
+    return pb.GenerateResponse(
+        session_id=session_id,
         offset=chunk.offset,
         tokens=[emitted.token for emitted in chunk.emitted],
         text=chunk.text,
-        origins=[emitted.origin.value for emitted in chunk.emitted],
+        origins=[pb.TokenOrigin.ValueType(emitted.origin.value) for emitted in chunk.emitted],
         digest=chunk.digest,
-        finish=finish_to_proto(live.generation, live.statistics) if last else None,
+        finish=finish_to_proto(ending) if ending else None,
         logprobs=logprobs,
         text_ends=chunk.text_ends,
     )
@@ -123,14 +105,28 @@ def _logprobs_to_proto(emitted: OutputToken) -> list[pb.TokenLogprobs]:
     return [pb.TokenLogprobs(logprob=emitted.logprobs.logprob, top=top)]
 
 
-def finish_to_proto(generation: Generation, statistics: Statistics) -> pb.Finish:
-    """Convert the end of a session."""
-    assert generation.finish is not None
-    usage = pb.Usage(num_prompt_tokens=len(generation.prompt), num_completion_tokens=len(generation.emitted))
+def session_to_proto(stored: StoredSession) -> pb.GetSessionResponse:
+    """Convert."""
+    session = stored.session
+    return pb.GetSessionResponse(
+        session_id=session.session_id,
+        status=_STATUS[session.status],
+        epoch=session.epoch,
+        num_prompt_tokens=len(session.prompt),
+        tokens=[entry.token for entry in session.emitted],
+        text=stored.text,
+        digest=session.digest,
+        sampling=messages.sampling_to_proto(stored.sampling),
+        finish=finish_to_proto(stored.ending) if stored.ending else None,
+    )
+
+
+def finish_to_proto(ending: Ending) -> pb.Finish:
+    """Convert."""
     return pb.Finish(
-        reason=pb.FinishReason.ValueType(generation.finish.value),
-        usage=usage,
-        statistics=statistics_to_proto(statistics),
+        reason=pb.FinishReason.ValueType(ending.reason.value),
+        usage=pb.Usage(num_prompt_tokens=ending.num_prompt_tokens, num_completion_tokens=ending.num_completion_tokens),
+        statistics=statistics_to_proto(ending.statistics),
     )
 
 
@@ -141,27 +137,27 @@ class _Request:
         self._method = method
         self._begin = time.perf_counter()
         self._num_tokens = 0
-        self._is_complete = False
+        self._ending: Ending | None = None
         self.session_id = ""
-        self.statistics: Statistics | None = None
 
     def __enter__(self) -> "_Request":
         return self
 
-    def wrote(self, chunk: Chunk, last: bool) -> None:
+    def wrote(self, chunk: Chunk, ending: Ending | None) -> None:
         """Note a chunk that was sent."""
-        self._is_complete = last
+        self._ending = ending
         if not self._num_tokens and chunk.emitted:
             metrics.TIME_TO_FIRST_TOKEN_S.observe(time.perf_counter() - self._begin)
         self._num_tokens += len(chunk.emitted)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         # clients may hang up as soon as they have the last chunk
-        code = _code(None if self._is_complete else error)
+        code = _code(None if self._ending else error)
         metrics.NUM_REQUESTS.labels(self._method, code).inc()
         facts: dict[str, Any] = {"num_tokens": self._num_tokens} if self._num_tokens else {}
-        if self.statistics:
-            facts |= {"num_rounds": self.statistics.num_rounds, "num_accepted": self.statistics.num_accepted_tokens}
+        if self._ending:
+            statistics = self._ending.statistics
+            facts |= {"num_rounds": statistics.num_rounds, "num_accepted": statistics.num_accepted_tokens}
         elapsed_s = round(time.perf_counter() - self._begin, 4)
         get_logger().info(
             "request", method=self._method, code=code, session_id=self.session_id, elapsed_s=elapsed_s, **facts

@@ -3,29 +3,25 @@
 Safety is the epoch's: a commit names the epoch, length and digest that it builds on, and the script refuses anything
 else. A commit whose reply was lost is recognised when it is repeated, so the client library may retry.
 
-The embedded store is fakeredis in this process, running the same Lua.
+The embedded store is fakeredis in this process, running the same Lua (coordinator/redis_client.py).
 """
 
 import struct
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from importlib.resources import files
-from typing import Any, cast
+from typing import Any
 
-import fakeredis
 import numpy as np
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import ExponentialWithJitterBackoff
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
-from coordinator.generation import OutputToken, Round
-from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, Unavailable
-from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
-from specdec.v1 import generation_pb2
+from coordinator.generation import OutputToken, Round, chain
+from coordinator.prompts import EncodedPrompt
+from coordinator.redis_client import RedisClient, open_redis
+from specdec import messages
+from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError
+from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
+from specdec.v1 import generation_pb2, types_pb2
 
-SOCKET_TIMEOUT_S = 2.0
 UNSTARTED_STATISTICS = generation_pb2.Statistics().SerializeToString()
 
 
@@ -45,11 +41,21 @@ class Session:
     epoch: int
     status: Status
     request: bytes  # the serialised GenerateRequest, seed resolved
+    model: ModelInfo | None  # the target that the text belongs to; None: not recorded, as before version 0.2
     prompt: tuple[int, ...]
+    prompt_digest: bytes  # empty: not recorded, as before version 0.2
     emitted: tuple[OutputToken, ...]
     digest: bytes
     finish: FinishReason | None
     statistics: Statistics
+
+    def check_position(self, offset: int, digest: bytes) -> None:
+        """Raise DataLossError if a client's `offset` tokens with this digest (empty: not compared) are not all here."""
+        if offset > len(self.emitted):
+            raise DataLossError(f"offset {offset} is past the {len(self.emitted)} tokens that the session store holds")
+        base = self.prompt_digest or chain(b"", self.prompt)
+        if digest and digest != chain(base, [entry.token for entry in self.emitted[:offset]]):
+            raise DataLossError(f"the session store holds other tokens than the client, up to offset {offset}")
 
 
 class SessionCancelled(Exception):
@@ -57,56 +63,65 @@ class SessionCancelled(Exception):
 
 
 class SessionStore:
-    """Sessions in one Redis. Every method raises Unavailable while Redis does not answer."""
+    """Sessions in one Redis. Every method raises UnavailableError while Redis does not answer."""
 
-    def __init__(self, client: Redis, ttl_s: float) -> None:
-        self._client = client
+    def __init__(self, redis: RedisClient, ttl_s: float) -> None:
+        self._redis = redis
         self._ttl_ms = int(ttl_s * 1000)
-        self._create, self._commit, self._claim, self._cancel = (
-            client.register_script((files("coordinator") / f"{name}.lua").read_text())
-            for name in ("create", "commit", "claim", "cancel")
-        )
+        self._create, self._commit = redis.script("create"), redis.script("commit")
+        self._claim, self._cancel = redis.script("claim"), redis.script("cancel")
+        self._heartbeat = redis.script("heartbeat")
 
     async def ping(self) -> None:
         """Return once Redis answered."""
-        await _answer(cast(Awaitable[Any], self._client.ping()))
+        await self._redis.ping()
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        await self._redis.close()
 
     async def create(
-        self, session_id: str, fingerprint: bytes, request: bytes, prompt: Sequence[int], digest: bytes
+        self,
+        session_id: str,
+        fingerprint: bytes,
+        request: bytes,
+        prompt: EncodedPrompt,
+        model: ModelInfo | None = None,
     ) -> None:
-        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExists otherwise."""
+        """Begin a session; nothing happens if it exists with the same fingerprint. Raises AlreadyExistsError otherwise.
+
+        `fingerprint` is the request's; `model` is the target that the text will belong to.
+        """
         meta = {
             "epoch": 0,
-            "length": len(prompt),
-            "prompt_length": len(prompt),
-            "digest": digest,
+            "length": len(prompt.tokens),
+            "prompt_length": len(prompt.tokens),
+            "digest": prompt.digest,
+            "prompt_digest": prompt.digest,
             "status": Status.ACTIVE.value,
             "finish": "",
             "request": request,
+            "model": pack_model(model),
             "statistics": UNSTARTED_STATISTICS,
         }
         pairs: list[Any] = [item for pair in meta.items() for item in pair]
-        arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt), *pairs]
-        if await _answer(self._create(keys=keys(session_id), args=arguments)) == b"conflict":
-            raise AlreadyExists("this request_id was used with other parameters; send a new request_id")
+        arguments = [fingerprint, self._ttl_ms, pack_tokens(prompt.tokens), *pairs]
+        if await self._create(keys(session_id), arguments) == b"conflict":
+            raise AlreadyExistsError("this request_id was used with other parameters; send a new request_id")
 
-    async def claim(self, session_id: str) -> Session:
-        """Take a session over and return it. Raises NotFound."""
-        return await self._read(session_id, "1")
+    async def claim(self, session_id: str, served: ModelInfo | None = None) -> Session:
+        """Take a session over and return it; without text it takes the model `served` now. Raises NotFoundError."""
+        return await self._read(session_id, "1", pack_model(served))
 
     async def read(self, session_id: str) -> Session:
-        """Return a session as it is. Raises NotFound."""
-        return await self._read(session_id, "0")
+        """Return a session as it is. Raises NotFoundError."""
+        return await self._read(session_id, "0", b"")
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         """Append a round.
 
-        Raises Fenced if another coordinator owns the session, SessionCancelled if it was cancelled, DataLoss if the
-        store holds less than, or other than, what this coordinator committed.
+        Raises FencedError if another coordinator owns the session, SessionCancelled if it was cancelled,
+        DataLossError if the store holds less than, or other than, what this coordinator committed.
         """
         arguments = [
             epoch,
@@ -121,35 +136,29 @@ class SessionStore:
             step.finish.name if step.finish else "",
             statistics_to_proto(statistics).SerializeToString(),
         ]
-        outcome, *facts = await _answer(self._commit(keys=keys(session_id), args=arguments))
-        if outcome == b"fenced":
-            raise Fenced("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
-        if outcome == b"cancelled":
-            raise SessionCancelled
-        if outcome != b"committed":
-            raise DataLoss("the session store lost what was committed; begin a new session")
+        _check_owner(*await self._commit(keys(session_id), arguments))
+
+    async def heartbeat(self, session_id: str, epoch: int) -> None:
+        """Keep a session from expiring during a long round. Raises as `commit`."""
+        _check_owner(*await self._heartbeat(keys(session_id), [epoch, self._ttl_ms]))
 
     async def cancel(self, session_id: str) -> Status:
-        """End a session; return its state. Raises NotFound."""
-        status = await _answer(self._cancel(keys=keys(session_id)))
+        """End a session; return its state. Raises NotFoundError."""
+        status = await self._cancel(keys(session_id), [])
         if status is None:
             raise _not_found()
         return Status(status.decode())
 
-    async def _read(self, session_id: str, claim: str) -> Session:
-        found = await _answer(self._claim(keys=keys(session_id), args=[claim, self._ttl_ms]))
+    async def _read(self, session_id: str, claim: str, model: bytes) -> Session:
+        found = await self._claim(keys(session_id), [claim, self._ttl_ms, model])
         if not found:
             raise _not_found()
         return _session(session_id, *found)
 
 
 def open_store(url: str, ttl_s: float) -> SessionStore:
-    """Return the store behind a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
-    if url == "embedded":
-        return SessionStore(fakeredis.FakeAsyncRedis(), ttl_s)
-    retry = Retry(ExponentialWithJitterBackoff(base=0.02, cap=0.5), 5)
-    client = Redis.from_url(url, retry=retry, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
-    return SessionStore(client, ttl_s)
+    """Return the store at a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
+    return SessionStore(open_redis(url), ttl_s)
 
 
 def keys(session_id: str) -> list[str]:
@@ -157,19 +166,18 @@ def keys(session_id: str) -> list[str]:
     return [f"specdec:{{{session_id}}}:{part}" for part in ("meta", "tokens", "origins", "logprobs")]
 
 
-async def _answer(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except (AuthenticationError, ResponseError) as error:
-        message = f"the session store refuses ({error}); see to its address, password and rights"
-        raise Unavailable(message) from error
-    except RedisError as error:
-        message = f"the session store does not answer ({type(error).__name__}); what was committed is safe, try again"
-        raise Unavailable(message) from error
+def _check_owner(outcome: bytes, *facts: bytes) -> None:
+    """Raise what a script says against the caller being the owner of a session as the store has it."""
+    if outcome == b"fenced":
+        raise FencedError("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
+    if outcome == b"cancelled":
+        raise SessionCancelled
+    if outcome not in (b"committed", b"alive"):
+        raise DataLossError("the session store lost what was committed; begin a new session")
 
 
-def _not_found() -> NotFound:
-    return NotFound("there is no such session, or it has expired; begin a new one with Generate")
+def _not_found() -> NotFoundError:
+    return NotFoundError("there is no such session, or it has expired; begin a new one with Generate")
 
 
 def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs: bytes) -> Session:
@@ -178,16 +186,18 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
     split = int(entries[b"prompt_length"])
     completion = all_tokens[split:]
     if len(all_tokens) != int(entries[b"length"]) or len(origins) != len(completion):
-        raise DataLoss("the session store holds only part of this session; begin a new one")
+        raise DataLossError("the session store holds only part of this session; begin a new one")
     details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(completion)
     if len(details) != len(completion):
-        raise DataLoss("the session store holds only part of this session's log probabilities; begin a new one")
+        raise DataLossError("the session store holds only part of this session's log probabilities; begin a new one")
     return Session(
         session_id=session_id,
         epoch=int(entries[b"epoch"]),
         status=Status(entries[b"status"].decode()),
         request=entries[b"request"],
+        model=unpack_model(entries.get(b"model", b"")),
         prompt=all_tokens[:split],
+        prompt_digest=entries.get(b"prompt_digest", b""),
         emitted=tuple(map(OutputToken, completion, map(TokenOrigin, origins), details)),
         digest=entries[b"digest"],
         finish=FinishReason[entries[b"finish"].decode()] if entries[b"finish"] else None,
@@ -203,6 +213,16 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 def unpack_tokens(data: bytes) -> tuple[int, ...]:
     """Return token ids from little-endian uint32."""
     return tuple(np.frombuffer(data, "<u4").tolist())
+
+
+def pack_model(model: ModelInfo | None) -> bytes:
+    """Return a model as stored; empty for none."""
+    return messages.model_to_proto(model).SerializeToString() if model else b""
+
+
+def unpack_model(data: bytes) -> ModelInfo | None:
+    """Return a model from what is stored."""
+    return messages.model_from_proto(types_pb2.ModelInfo.FromString(data)) if data else None
 
 
 def pack_logprobs(logprobs: TokenLogprobs) -> bytes:

@@ -12,13 +12,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from specdec.errors import SpecdecError, Unavailable, from_rpc_error
+from specdec.errors import SpecdecError, UnavailableError, from_rpc_error
 from specdec.serving import session_stream
 from specdec.serving.channels import SESSION_METADATA_KEY
 from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 5.0
-DESCRIBE_METADATA = ((SESSION_METADATA_KEY, "describe"),)
 STATUS_TIMEOUT_S = 1.0  # until a stream that has failed says why
 LOST_STREAM = "a worker ended the session's stream"
 
@@ -31,6 +30,7 @@ class WorkerSession:
     epoch: int
     sampling: SamplingParams
     num_prompt_tokens: int
+    model_fingerprint: str = ""  # of the target that the text belongs to; empty: any
 
     def opening(self) -> Any:
         """Return the message."""
@@ -51,48 +51,57 @@ class WorkerStream(Generic[ReplyT]):
 
     def __init__(self, call: Callable[..., Any], session_id: str, opening: Any, closing: Any, timeout_s: float) -> None:
         self._call = call
-        self._metadata = ((SESSION_METADATA_KEY, session_id),)
+        self._session_id, self._route = session_id, 0
         self._opening, self._closing = opening, closing
         self._timeout_s = timeout_s
         self._stream: Any = None
+        self._has_opened = False  # at any worker, since the last close
         self._held = 0  # of the committed tokens, how many this stream's worker has
         self.num_fed = 0  # committed tokens that the worker was sent with the last question
 
     async def ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
         """Bring the worker up to date and return its answer to `message(start, tokens)`.
 
-        Raises the worker's SpecdecError; Unavailable if it did not answer in time.
+        Raises the worker's SpecdecError; UnavailableError if it did not answer in time.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._ask(committed, message)
         except TimeoutError:
-            self.drop()
-            raise Unavailable(f"a worker did not answer within {self._timeout_s:g} s") from None
+            self.abandon()
+            raise UnavailableError(f"a worker did not answer within {self._timeout_s:g} s") from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             ending = await self._ending()
-            self.drop()
+            self.abandon()
             raise ending from error
         except BaseException:
-            self.drop()
+            self.abandon()
             raise
 
     async def _ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
-        if self._stream is None:
-            self._stream = self._call(metadata=self._metadata)
-            await self._stream.write(self._opening)
+        await self._open()
+        num_misses = 0
         while True:
-            # the last committed token is always sent: a row needs a token to follow
+            # the last committed token is always sent: a distribution needs a token to follow
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
             await self._stream.write(message(start, committed[start:]))
             reply = await self._stream.read()
             if reply is grpc.aio.EOF:
                 raise asyncio.InvalidStateError("the worker ended the stream")
+            if reply is None:
+                raise UnavailableError("a worker's answer is not a valid message")
             if reply.cached_len >= start:
                 self._held = min(reply.cached_len, len(committed))
                 return reply  # type: ignore[no-any-return]
-            self._held = reply.cached_len
+            self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
+            num_misses += 1
+
+    async def _open(self) -> None:
+        if self._stream is None:
+            self._stream = self._call(metadata=routing_metadata(self._session_id, self._route))
+            self._has_opened = True
+            await self._stream.write(self._opening)
 
     async def _ending(self) -> SpecdecError:
         """Return why the stream ended; what a write or a read raises on a stream that ends is not the reason."""
@@ -102,34 +111,44 @@ class WorkerStream(Generic[ReplyT]):
                 trailers = await self._stream.initial_metadata(), await self._stream.trailing_metadata()
                 details = await self._stream.details()
         except TimeoutError:
-            return Unavailable(LOST_STREAM)
+            return UnavailableError(LOST_STREAM)
         if code == grpc.StatusCode.OK:
-            return Unavailable(LOST_STREAM)
+            return UnavailableError(LOST_STREAM)
         return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Note that the worker's first `num_tokens` tokens are committed now, of the `cached_len` that it holds."""
-        if self._stream is not None:
-            self._held = min(num_tokens, cached_len)
+    def reroute(self) -> None:
+        """Open the next stream at another worker, if there is one: this one serves another model."""
+        self.abandon()
+        self._route += 1
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Forget the stream; the worker keeps its cache for whoever comes back."""
         if self._stream is not None:
             self._stream.cancel()
         self._stream, self._held = None, 0
 
     async def close(self) -> None:
-        """End the session at the worker."""
-        if self._stream is None:
+        """End the session at the worker, so that it frees the cache.
+
+        A stream that was cut in a round, which stops that round, is opened again to say so.
+        """
+        if not self._has_opened:
             return
         try:
             async with asyncio.timeout(1.0):
+                await self._open()
                 await self._stream.write(self._closing)
                 await self._stream.done_writing()
                 await self._stream.read()
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
             pass  # the worker is gone, and its cache with it
-        self.drop()
+        self.abandon()
+        self._has_opened = False
+
+
+def routing_metadata(name: str, route: int) -> tuple[tuple[str, str], ...]:
+    """Return the metadata by which the balancer picks a worker; other routes reach other workers."""
+    return ((SESSION_METADATA_KEY, f"{name}#{route}" if route else name),)
 
 
 async def answered(call: Awaitable[Any]) -> Any:

@@ -1,31 +1,26 @@
 """The target workers as the coordinator sees them: what they serve, and the scores of a session's proposals."""
 
 import asyncio
+import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import grpc
 
-from coordinator.streams import DESCRIBE_METADATA, DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered
+from coordinator.rounds import Scored
+from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
-from specdec.errors import Overloaded, Unavailable
+from specdec.errors import ModelMismatchError, OverloadedError, SpecdecError, UnavailableError
 from specdec.exact import codec
 from specdec.exact.values import Proposal, Scores
+from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
-RETRY_S = 0.1  # between attempts at a target worker that is not there
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """The target's answer and how long it took, as the coordinator saw it."""
-
-    scores: Scores
-    cached_len: int
-    elapsed_s: float
-    num_fed: int = 1  # committed tokens that the worker had to read first
+RETRY = RetryPolicy(first_s=0.1, maximum_s=2.0)  # where no target worker answers
+REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where one answers that serves another model
 
 
 class TargetWorkers:
@@ -35,23 +30,38 @@ class TargetWorkers:
         self._stub = target_pb2_grpc.TargetServiceStub(channel)
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
-    async def describe(self) -> ModelInfo:
-        """Return the model that one of them serves. Raises Unavailable while none answers."""
-        request = target_pb2.GetTargetRequest()
-        reply = await answered(self._stub.GetTarget(request, metadata=DESCRIBE_METADATA, timeout=DESCRIBE_TIMEOUT_S))
+    async def describe(self, route: int = 0) -> ModelInfo:
+        """Return the model of one of them; routes may reach different ones. Raises UnavailableError if none answers."""
+        request, metadata = target_pb2.GetTargetRequest(), routing_metadata("describe", route)
+        reply = await answered(self._stub.GetTarget(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
         return messages.model_from_proto(reply.model)
 
-    def open(self, session: WorkerSession, vocab_size: int) -> "Scorer":
-        """Return a session's scorer; its stream opens with the first round."""
-        opening = target_pb2.ScoreRequest(open=target_pb2.OpenTarget(session=session.opening()))
+    def open(
+        self,
+        session: WorkerSession,
+        vocab_size: int,
+        observations: types_pb2.ObservationRequest | None = None,
+        on_mismatch: Callable[[], None] = lambda: None,
+    ) -> "SessionScorer":
+        """Return a session's scorer; its stream opens with the first round.
+
+        `on_mismatch` is called when a worker turns out to serve another model than the session's.
+        """
+        target = target_pb2.OpenTarget(
+            session=session.opening(), model_fingerprint=session.model_fingerprint, observations=observations
+        )
+        opening = target_pb2.ScoreRequest(open=target)
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())
         stream: WorkerStream[target_pb2.ScoreResponse] = WorkerStream(
             self._stub.Score, session.session_id, opening, closing, self._timeout_s
         )
-        return Scorer(stream, vocab_size, session.sampling.num_logprobs is not None, self._patience_s)
+        wants_logprobs = session.sampling.num_logprobs is not None
+        return SessionScorer(
+            stream, vocab_size, wants_logprobs, self._patience_s, session.num_prompt_tokens, on_mismatch
+        )
 
 
-class Scorer:
+class SessionScorer:
     """Scores one session's proposals; waits for a target worker to be back, for as long as the session has patience."""
 
     def __init__(
@@ -60,33 +70,54 @@ class Scorer:
         vocab_size: int,
         wants_logprobs: bool,
         patience_s: float,
+        num_prompt_tokens: int,
+        on_mismatch: Callable[[], None],
     ) -> None:
         self._stream = stream
         self._vocab_size, self._wants_logprobs = vocab_size, wants_logprobs
-        self._patience_s = patience_s
+        self._retry = replace(RETRY, budget_s=patience_s)
+        self._reroute = replace(REROUTE, budget_s=patience_s)
+        self._on_mismatch = on_mismatch
+        self._num_prompt_tokens = num_prompt_tokens
 
     async def score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
-        """Return K + 1 rows. Repeating a call is harmless: the same message has the same answer."""
-        deadline = time.monotonic() + self._patience_s
+        """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer."""
+        begin, failures = time.monotonic(), Counter[type[SpecdecError]]()
         while True:
             try:
                 return await self._score(committed, proposal)
-            except (Unavailable, Overloaded) as error:
-                if time.monotonic() < deadline:
-                    await asyncio.sleep(RETRY_S)
-                elif isinstance(error, Overloaded):
-                    raise
-                else:
-                    waited = f"no target worker has served this round for {self._patience_s:g} s"
-                    message = f"{waited}; the session can be resumed (last: {error})"
-                    raise Unavailable(message, error.retry_after_s) from error
+            except (UnavailableError, OverloadedError, ModelMismatchError) as error:
+                failures[type(error)] += 1
+                pause_s = self._pause_s(error, failures[type(error)], time.monotonic() - begin)
+                if pause_s is None:
+                    raise self._given_up(error, has_text=len(committed) > self._num_prompt_tokens) from error
+                await asyncio.sleep(pause_s)
+
+    def _pause_s(self, error: SpecdecError, num_failures: int, elapsed_s: float) -> float | None:
+        """Return the pause before the next attempt, None if the session's patience is at an end."""
+        if not isinstance(error, ModelMismatchError):
+            return self._retry.pause_s(num_failures, elapsed_s, random.random())
+        self._stream.reroute()
+        self._on_mismatch()
+        return self._reroute.pause_s(num_failures, elapsed_s, random.random())
+
+    def _given_up(self, error: SpecdecError, has_text: bool) -> SpecdecError:
+        waited_s = self._retry.budget_s
+        if isinstance(error, ModelMismatchError) and not has_text:
+            return UnavailableError("the target's model has just changed; resume the session, which has no text yet")
+        if isinstance(error, ModelMismatchError):
+            message = f"no worker that serves the model of this session's text was found within {waited_s:g} s"
+            return ModelMismatchError(
+                f"{message}; begin a new session, or resume this one when that model is served again"
+            )
+        if isinstance(error, UnavailableError):
+            message = f"no target worker has served this round for {waited_s:g} s; the session can be resumed"
+            return UnavailableError(f"{message} (last: {error})", error.retry_after_s)
+        return error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
-        supports = codec.distributions_to_proto(proposal.rows, with_probs=False)
-
         def message(start: int, tokens: Sequence[int]) -> target_pb2.ScoreRequest:
-            score = target_pb2.Score(start=start, tokens=tokens, draft_tokens=proposal.tokens, supports=supports)
-            return target_pb2.ScoreRequest(score=score)
+            return target_pb2.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal))
 
         begin = time.perf_counter()
         reply = await self._stream.ask(committed, message)
@@ -94,19 +125,29 @@ class Scorer:
             scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
             if bool(scores.logprobs) != self._wants_logprobs:
                 raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
+            _check_observations(scores, len(committed), len(proposal))
         except (codec.MalformedReply, ValueError) as error:
-            self._stream.drop()
-            raise Unavailable(f"a target worker answered against the contract: {error}") from error
-        return Scored(scores, reply.cached_len, time.perf_counter() - begin, self._stream.num_fed)
-
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Note how much of what the worker holds is committed now."""
-        self._stream.keep(num_tokens, cached_len)
+            self._stream.abandon()
+            raise UnavailableError(f"a target worker answered against the contract: {error}") from error
+        num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
+        return Scored(scores, time.perf_counter() - begin, self._stream.num_fed, num_sessions)
 
     async def close(self) -> None:
         """End the session at the worker."""
         await self._stream.close()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Leave the worker its cache, for whoever resumes the session."""
-        self._stream.drop()
+        self._stream.abandon()
+
+
+def _check_observations(scores: Scores, committed_length: int, num_draft_tokens: int) -> None:
+    """Raise MalformedReply unless they end with the last committed token and the draft tokens."""
+    observations = scores.observations
+    if observations is None:
+        return
+    if len(observations) <= num_draft_tokens or observations.end != committed_length + num_draft_tokens:
+        raise codec.MalformedReply(
+            f"observations of tokens {observations.start} to {observations.end}, "
+            f"where {committed_length} are committed and {num_draft_tokens} drafted"
+        )

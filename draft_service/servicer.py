@@ -3,10 +3,11 @@
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from draft_service.drafters import Drafted, Drafter, DraftRequest
+from draft_service.drafter import Drafter, DraftRequest, DraftResult
 from specdec import messages
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
+from specdec.exact.values import Observations
 from specdec.serving.session_stream import EpochFence, Session, SessionStream, session_from_proto
 from specdec.serving.telemetry import get_logger
 from specdec.types import MAX_DRAFT_TOKENS
@@ -23,7 +24,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def GetDraft(self, request: draft_pb2.GetDraftRequest, context: Any) -> draft_pb2.GetDraftResponse:
         """Say what this worker drafts with."""
         drafters = [
-            draft_pb2.Drafter(name=drafter.name, model=messages.model_to_proto(drafter.model))
+            draft_pb2.Drafter(
+                name=drafter.name,
+                model=messages.model_to_proto(drafter.model),
+                observations=codec.observation_request_to_proto(drafter.observations),
+            )
             for drafter in self._drafters.values()
         ]
         return draft_pb2.GetDraftResponse(drafters=drafters)
@@ -41,19 +46,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         try:
             async for message in stream.rounds():
                 self._fence.check(session)
-                ask = _checked(drafter, message)
+                request = _checked(drafter, message)
                 # only a stream's first round may find tokens that it has not sent: those of the stream before it
-                drafted = await drafter.propose(session, ask, match=num_rounds == 0)
-                await context.write(_packed(drafted))
+                result = await drafter.propose(session, request, match=num_rounds == 0)
+                await context.write(_packed(result))
                 self._fence.check(session)  # a write to a coordinator that hangs may outlast its ownership
-                drafter.go_ahead(session, ask, drafted.proposal)
-                _report(drafter, session, ask, drafted)
+                drafter.draft_ahead(session, request, result.proposal)
+                _report(drafter, session, request, result)
                 num_rounds += 1
             if stream.closed:
                 self._fence.check(session)
                 drafter.forget(session)
         finally:
-            drafter.leave(session)
+            drafter.abandon(session)
             get_logger().info(
                 "session_left",
                 session_id=session.session_id,
@@ -66,45 +71,58 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def _drafter(self, name: str) -> Drafter:
         chosen = name or next(iter(self._drafters))
         if chosen not in self._drafters:
-            raise InvalidArgument({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
+            raise InvalidArgumentError({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
         return self._drafters[chosen]
 
 
-def _packed(drafted: Drafted) -> draft_pb2.ProposeResponse:
-    return draft_pb2.ProposeResponse(
-        tokens=drafted.proposal.tokens,
-        distributions=codec.distributions_to_proto(drafted.proposal.rows),
-        cached_len=drafted.cached_len,
-        timing=codec.timing_to_proto(drafted.timing),
-    )
+def _packed(result: DraftResult) -> draft_pb2.ProposeResponse:
+    response = codec.proposal_to_proto(result.proposal)
+    response.cached_len = result.cached_len
+    response.timing.CopyFrom(codec.timing_to_proto(result.timing))
+    return response
 
 
 def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
-    """Check a round, so that nothing in it can harm another session. Raises InvalidArgument."""
+    """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
     model = drafter.model
     if message.num_draft_tokens > MAX_DRAFT_TOKENS:
         problem = f"is {message.num_draft_tokens}; the most is {MAX_DRAFT_TOKENS}"
-        raise InvalidArgument({"propose.num_draft_tokens": problem})
+        raise InvalidArgumentError({"propose.num_draft_tokens": problem})
     length = message.start + len(message.tokens)
     if not length:
-        raise InvalidArgument({"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"})
+        raise InvalidArgumentError(
+            {"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"}
+        )
     if model.vocab_size:
         messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     if model.context_length and length > model.context_length:
         problem = f"would be {length} tokens long; this worker's context holds {model.context_length}"
-        raise InvalidArgument({"propose": problem})
-    return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens)
+        raise InvalidArgumentError({"propose": problem})
+    observations = _observations(message) if message.HasField("observations") and drafter.observations else None
+    return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens, observations)
 
 
-def _report(drafter: Drafter, session: Session, ask: DraftRequest, drafted: Drafted) -> None:
+def _observations(message: draft_pb2.Propose) -> Observations:
+    """Return observations of committed tokens. Raises InvalidArgumentError."""
+    try:
+        observations = codec.observations_from_proto(message.observations)
+    except codec.MalformedReply as error:
+        raise InvalidArgumentError({"propose.observations": f"are malformed: {error}"}) from None
+    if observations.end > message.start + len(message.tokens):
+        problem = f"end at token {observations.end}; {message.start + len(message.tokens)} are committed"
+        raise InvalidArgumentError({"propose.observations": problem})
+    return observations
+
+
+def _report(drafter: Drafter, session: Session, request: DraftRequest, result: DraftResult) -> None:
     get_logger().debug(
         "round_drafted",
         session_id=session.session_id,
         drafter=drafter.name,
-        start=ask.start,
-        num_tokens=len(ask.tokens),
-        num_draft_tokens=len(drafted.proposal),
-        queue_s=drafted.timing.queue_s,
-        forward_s=drafted.timing.forward_s,
-        total_s=drafted.timing.total_s,
+        start=request.start,
+        num_tokens=len(request.tokens),
+        num_draft_tokens=len(result.proposal),
+        queue_s=result.timing.queue_s,
+        forward_s=result.timing.forward_s,
+        total_s=result.timing.total_s,
     )

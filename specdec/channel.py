@@ -4,7 +4,6 @@ import grpc
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 4 MB
 
-
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -17,6 +16,8 @@ CHANNEL_OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Return a channel to one server."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+    """Return a channel to one server: with TLS if credentials are given, else in plain text."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)

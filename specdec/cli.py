@@ -1,303 +1,236 @@
-"""The `specdec` command: run the services on this machine, generate, look at sessions."""
+"""The `specdec` command: generate, look at sessions, run the services on this machine."""
 
+import argparse
 import asyncio
 import importlib.metadata
 import os
-import signal
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Annotated, Any, Literal, NoReturn
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from difflib import SequenceMatcher
+from typing import Any, NoReturn
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its own log is not for people
 
-import typer
-
 from specdec import terminal
-from specdec.client import Chunk, Client, Message, SamplingParams, SpecdecError, SpeculationParams
-from specdec.errors import InvalidArgument, Unavailable
-from specdec.serving import local
+from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of
+from specdec.client import DEFAULT_ADDRESS, AsyncClient
+from specdec.errors import InvalidArgumentError, SpecdecError, UnavailableError
+from specdec.parameters import MAX_UINT32, WholeNumber
+from specdec.request import ChatMessage
+from specdec.stream import AsyncStream
+from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
 
-FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
-
-app = typer.Typer(
-    help="Exact speculative decoding: a small model guesses, a large model checks, the text is the large model's.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+FAILED, INTERRUPTED = 1, 130
+ADDRESS_VARIABLE = "SPECDEC_ADDRESS"
+# "ADRESS" and "ADDR" are as alike; the services' variables, which are not this command's business, are not
+SIMILAR = 0.72
+UP_DESCRIPTION = (
+    "Run target, draft and coordinator on this machine, until Ctrl-C. Prints `specdec ready on HOST:PORT` once a token "
+    "was generated. Every setting of the services can also be given as an environment variable, except those that have "
+    "a flag here: SPECDEC_LOG_LEVEL=debug is the services' own flag --log-level; `python -m coordinator --help` lists "
+    "the coordinator's. If one service ends by itself, all of them end."
 )
-session_app = typer.Typer(help="Look at, cancel and resume sessions.", no_args_is_help=True)
-app.add_typer(session_app, name="session")
+
+Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None]]
+
+
+class CommandError(Exception):
+    """A command cannot go on. The message is for people."""
+
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def parser(*, with_up: bool = False) -> Parser:
+    """Return the parser of the command line; the flags of `up` come from the services' packages, on request."""
+    top = Parser(
+        prog="specdec",
+        description="Exact speculative decoding: a small model drafts, a large model checks, the text is the large "
+        "model's.",
+    )
+    commands = top.add_subparsers(metavar="COMMAND")
+    _add_generate(commands)
+    _add_session(commands)
+    model = commands.add_parser("model", help="print the models of a running service")
+    _finish(model, _model)
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(work=_version)
+    up = commands.add_parser("up", help="run the services on this machine", description=UP_DESCRIPTION)
+    up.set_defaults(work=_up)
+    if with_up:
+        _serving().add_flags(up)
+    return top
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt",
+        description="Continue PROMPT, token by token as it is committed; then a line of statistics on standard error. "
+        "On a terminal, colours tell where each token came from: drafted and accepted (green), recovered after a "
+        "rejection (yellow), or the bonus after a wholly accepted draft (cyan).",
+    )
+    generate.add_argument("prompt", metavar="PROMPT", help="what to continue; - reads standard input")
+    generate.add_argument("--chat", action="store_true", help="the prompt is a user's message, to be answered")
+    generate.add_argument("--request-id", metavar="ID", help="repeat a request under its id: its session continues")
+    _add_json(generate)
+    add_sampling_flags(generate)
+    speculation = generate.add_argument_group("Speculative decoding")
+    draft_tokens = checked(WholeNumber(0, MAX_DRAFT_TOKENS))
+    speculation.add_argument(
+        "--num-draft-tokens",
+        type=draft_tokens,
+        metavar="COUNT",
+        help="tokens drafted in a round; 0: none (default: automatic)",
+    )
+    speculation.add_argument("--drafter", metavar="NAME", help="model or ngram (default: the service's first)")
+    rules = [rule.name.lower() for rule in AcceptanceRuleName]
+    speculation.add_argument("--acceptance-rule", choices=rules, help="(default: the service's)")
+    _finish(generate, _generate)
+
+
+def _add_session(commands: Any) -> None:
+    session = commands.add_parser("session", help="look at, cancel and resume sessions")
+    session.set_defaults(help_of=session)
+    actions = session.add_subparsers(metavar="COMMAND")
+    show = actions.add_parser("show", help="print what the store holds of a session")
+    cancel = actions.add_parser("cancel", help="end a session; what it has stays readable")
+    resume = actions.add_parser("resume", help="print a session from its first token on, and continue it if unfinished")
+    for each, work in ((show, _show), (cancel, _cancel), (resume, _resume)):
+        each.add_argument("session_id", metavar="ID", help="the session, as a chunk names it")
+        _finish(each, work)
+    _add_json(show)
+    _add_json(resume)
+    offset = checked(WholeNumber(0, MAX_UINT32))
+    resume.add_argument(
+        "--offset", type=offset, default=0, metavar="COUNT", help="completion tokens to leave out (default: 0)"
+    )
+    resume.add_argument(
+        "--digest", type=_digest, default=b"", metavar="HEX", help="the digest at the offset, to be compared"
+    )
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON, for streams one object a line for each chunk")
+
+
+def _finish(command: argparse.ArgumentParser, work: Command) -> None:
+    command.add_argument(
+        "--address",
+        type=_host_and_port,
+        default=os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS,
+        metavar="HOST:PORT",
+        help=f"where the coordinator listens (default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS})",
+    )
+    command.set_defaults(work=work)
 
 
 def _host_and_port(address: str) -> str:
     if ":" not in address:
-        raise typer.BadParameter(f"{address!r} is no address; give host:port, as 127.0.0.1:50051")
+        raise argparse.ArgumentTypeError(
+            f"is {address!r}; give host:port, as 127.0.0.1:50051, here or in {ADDRESS_VARIABLE}"
+        )
     return address
-
-
-def _bias(entry: str) -> tuple[int, float]:
-    token, _, bias = entry.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise typer.BadParameter(f"{entry!r} is not ID=BIAS, as 42=-1.5") from None
 
 
 def _digest(digits: str) -> bytes:
     try:
         return bytes.fromhex(digits)
     except ValueError:
-        raise typer.BadParameter(f"{digits!r} is no digest; it is the 32 hexadecimal digits of a chunk") from None
+        problem = f"is {digits!r}; give the 32 hexadecimal digits of a chunk's digest"
+        raise argparse.ArgumentTypeError(problem) from None
 
 
-Address = Annotated[
-    str,
-    typer.Option(envvar=local.ADDRESS_VARIABLE, callback=_host_and_port, help="where the coordinator listens"),
-]
-SessionId = Annotated[str, typer.Argument(metavar="ID", help="the session, as a chunk names it")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON, one object a line for each chunk")]
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-DRAWING, ENDING, SPECULATING = "How tokens are drawn", "When it ends", "How it is speculated"
+# ---- the commands
 
 
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="what to continue; - reads standard input")],
-    address: Address = DEFAULT_ADDRESS,
-    chat: Annotated[bool, typer.Option("--chat", help="the prompt is a user's message, to be answered")] = False,
-    request_id: Annotated[
-        str | None, typer.Option(help="repeat a request under its id, and its session goes on")
-    ] = None,
-    json: Json = False,
-    temperature: Annotated[float, typer.Option(help="0 takes the most probable token", rich_help_panel=DRAWING)] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="keep the k most probable; 0: all", rich_help_panel=DRAWING)] = 0,
-    top_p: Annotated[float, typer.Option(help="keep this much of the mass", rich_help_panel=DRAWING)] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="drop what is less probable than this, relative to the best", rich_help_panel=DRAWING)
-    ] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1: none", rich_help_panel=DRAWING)] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="0: none", rich_help_panel=DRAWING)] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="0: none", rich_help_panel=DRAWING)] = 0.0,
-    logit_bias: Annotated[
-        list[Any] | None,
-        typer.Option(
-            parser=_bias, metavar="ID=BIAS", help="add to a token's logit; repeatable", rich_help_panel=DRAWING
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(min=0, help="the same seed and --num-draft-tokens, the same text", rich_help_panel=DRAWING),
-    ] = None,
-    num_logprobs: Annotated[
-        int | None, typer.Option(help="log probabilities, with --json", rich_help_panel=DRAWING)
-    ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=0, help="most tokens", rich_help_panel=ENDING)] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="end before this text; repeatable", rich_help_panel=ENDING)
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None, typer.Option(help="end after this token; repeatable", rich_help_panel=ENDING)
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="go on after the model's end", rich_help_panel=ENDING)
-    ] = False,
-    num_draft_tokens: Annotated[
-        int | None,
-        typer.Option(help="tokens drafted in a round; 0: none", show_default="automatic", rich_help_panel=SPECULATING),
-    ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="model or ngram", show_default="the service's first", rich_help_panel=SPECULATING)
-    ] = None,
-) -> None:
-    """Continue PROMPT, token by token as it is committed; then a line of statistics on standard error.
-
-    On a terminal, colours tell where each token came from: drafted and accepted, recovered after a rejection, or the
-    bonus after a whole accepted draft.
-    """
-    sampling = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        num_logprobs=num_logprobs,
-        logit_bias=dict(logit_bias or ()),
-        stop=tuple(stop or ()),
-        stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos,
+async def _generate(flags: argparse.Namespace) -> None:
+    text = _standard_input() if flags.prompt == "-" else flags.prompt
+    sampling = sampling_of(flags)
+    rule = AcceptanceRuleName[flags.acceptance_rule.upper()] if flags.acceptance_rule else None
+    speculation = SpeculationParams(
+        num_draft_tokens=flags.num_draft_tokens, drafter=flags.drafter, acceptance_rule=rule
     )
-    speculation = SpeculationParams(num_draft_tokens, drafter)
-    text = _standard_input() if prompt == "-" else prompt
-
-    async def work() -> None:
-        async with _connected(address) as client:
-            chunks = client.generate(
-                [Message("user", text)] if chat else text,
-                sampling=sampling,
-                speculation=speculation,
-                request_id=request_id,
+    async with _connected(flags.address) as client:
+        if flags.chat:
+            messages = [ChatMessage("user", text)]
+            stream = client.stream_chat(
+                messages, sampling=sampling, speculation=speculation, request_id=flags.request_id
             )
-            await _print_chunks(chunks, json)
-
-    _run(work())
-
-
-@session_app.command("show")
-def session_show(session_id: SessionId, address: Address = DEFAULT_ADDRESS, json: Json = False) -> None:
-    """Print what the store holds of a session."""
-
-    async def work() -> None:
-        async with _connected(address) as client:
-            session = await client.get_session(session_id)
-            print(terminal.session_as_json(session) if json else "\n".join(terminal.session_lines(session)))
-
-    _run(work())
+        else:
+            stream = client.generate(text, sampling=sampling, speculation=speculation, request_id=flags.request_id)
+        await _print_stream(stream, flags.json)
 
 
-@session_app.command("cancel")
-def session_cancel(session_id: SessionId, address: Address = DEFAULT_ADDRESS) -> None:
-    """End a session; what it has stays readable."""
-
-    async def work() -> None:
-        async with _connected(address) as client:
-            print((await client.cancel(session_id)).name.lower())
-
-    _run(work())
+async def _show(flags: argparse.Namespace) -> None:
+    async with _connected(flags.address) as client:
+        session = await client.get_session(flags.session_id)
+        print(terminal.session_as_json(session) if flags.json else "\n".join(terminal.session_lines(session)))
 
 
-@session_app.command("resume")
-def session_resume(
-    session_id: SessionId,
-    address: Address = DEFAULT_ADDRESS,
-    offset: Annotated[int, typer.Option(min=0, help="completion tokens to leave out")] = 0,
-    digest: Annotated[
-        Any, typer.Option(parser=_digest, metavar="HEX", help="the digest at the offset, to be compared")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Print a session from its first token on, and go on with it if it is unfinished."""
-
-    async def work() -> None:
-        async with _connected(address) as client:
-            await _print_chunks(client.resume(session_id, offset, digest or b""), json)
-
-    _run(work())
+async def _cancel(flags: argparse.Namespace) -> None:
+    async with _connected(flags.address) as client:
+        print((await client.cancel(flags.session_id)).name.lower())
 
 
-@app.command()
-def model(address: Address = DEFAULT_ADDRESS) -> None:
-    """Print the models behind a running service."""
-
-    async def work() -> None:
-        async with _connected(address) as client:
-            print("\n".join(terminal.model_lines(await client.get_model())))
-
-    _run(work())
+async def _resume(flags: argparse.Namespace) -> None:
+    async with _connected(flags.address) as client:
+        stream = client.resume(flags.session_id, offset=flags.offset, digest=flags.digest)
+        await _print_stream(stream, flags.json)
 
 
-@app.command()
-def version() -> None:
-    """Print the version."""
+async def _model(flags: argparse.Namespace) -> None:
+    async with _connected(flags.address) as client:
+        print("\n".join(terminal.model_lines(await client.get_model())))
+
+
+async def _version(flags: argparse.Namespace) -> None:
     try:
         print(f"specdec {importlib.metadata.version('specdec')}")
     except importlib.metadata.PackageNotFoundError:
-        _fail("this is a checkout that is not installed; run make setup", FAILED)
+        raise CommandError("this is a checkout that is not installed; run make setup") from None
 
 
-@app.command()
-def up(
-    target: Annotated[str, typer.Option(metavar="DIR|ID", help="the large model: a folder, or a hub id")],
-    draft: Annotated[
-        str, typer.Option(metavar="DIR|ID|ngram|none", help="the small model; ngram needs none, none is plain decoding")
-    ] = local.NGRAM_ONLY,
-    host: Annotated[str, typer.Option(help="address of the coordinator; workers stay on loopback")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="port of the coordinator; 0 takes a free one")] = 50051,
-    store: Annotated[str, typer.Option(metavar="embedded|redis://...", help="where sessions are kept")] = "embedded",
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option(help="number type of both models")] = "auto",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where both models run")] = "auto",
-    num_targets: Annotated[int, typer.Option(min=1, help="target workers")] = 1,
-    num_drafts: Annotated[int, typer.Option(min=1, help="draft workers")] = 1,
-    target_threads: Annotated[
-        int | None, typer.Option(min=1, help="threads of a target worker", show_default="half the cores")
-    ] = None,
-    draft_threads: Annotated[
-        int | None, typer.Option(min=1, help="threads of a draft worker", show_default="a quarter of them, at most 4")
-    ] = None,
-    metrics_ports: Annotated[
-        int | None,
-        typer.Option(min=1, max=65000, help="first port for Prometheus: coordinator, then targets, then drafts"),
-    ] = None,
-    drain_s: Annotated[float, typer.Option(min=0, help="seconds that running streams get at the end")] = 5.0,
-) -> None:
-    """Run target, draft and coordinator on this machine, until Ctrl-C.
-
-    Prints `specdec ready on HOST:PORT` once a token was generated. Every setting of the services can also be given as
-    an environment variable, but for those that a flag here gives: SPECDEC_LOG_LEVEL=debug is the services' own flag
-    --log-level; `python -m coordinator --help` lists the coordinator's. A service that ends by itself ends all of them:
-    this is for one machine, a deployment goes on.
-    """
-    options = local.Options(
-        target=target,
-        draft=draft,
-        host=host,
-        port=port,
-        store=store,
-        dtype=dtype,
-        device=device,
-        num_targets=num_targets,
-        num_drafts=num_drafts,
-        target_threads=target_threads,
-        draft_threads=draft_threads,
-        metrics_ports=metrics_ports,
-        drain_s=drain_s,
-    )
-    _run(_serve(options))
+async def _up(flags: argparse.Namespace) -> None:
+    serving = _serving()
+    try:
+        await serving.run(flags)
+    except serving.local.CannotRun as error:
+        raise CommandError(str(error), error.exit_code) from None
 
 
-async def _serve(options: local.Options) -> None:
-    """Run until a signal, then end the services in order; a second signal does not wait for them."""
-    printer = terminal.LogPrinter(is_coloured=terminal.is_coloured(sys.stderr, os.environ))
-    stack = local.running(options, printer)
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, _interrupt, task, stack)
-    with suppress(asyncio.CancelledError):
-        async with stack:
-            print(f"specdec ready on {stack.address}", flush=True)
-            await stack.wait()
-
-
-def _interrupt(task: "asyncio.Task[Any]", stack: local.Stack) -> None:
-    if task.cancelling():
-        stack.kill()
+def _serving() -> Any:
+    """Import what `up` runs. Raises CommandError where the packages of the services are not installed."""
+    try:
+        from specdec.serving import up
+    except ModuleNotFoundError as error:
+        missing = error.name
     else:
-        task.cancel()
+        missing = up.missing_package()
+        if missing is None:
+            return up
+    problem = f"`specdec up` runs the services, and {missing} is not installed"
+    raise CommandError(f"{problem}; run: pip install 'specdec[server,embedded,models]'")
 
 
 @asynccontextmanager
-async def _connected(address: str) -> AsyncIterator[Client]:
-    async with Client(address) as client:
+async def _connected(address: str) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(address) as client:
         try:
             await client.connect()
-        except Unavailable as error:
-            raise local.CannotRun(f"{error}; start one with `specdec up --target DIR --draft DIR`") from None
+        except UnavailableError as error:
+            raise CommandError(f"{error}; start one with `specdec up --target DIR --draft DIR`") from None
         yield client
 
 
-async def _print_chunks(chunks: AsyncGenerator[Chunk, None], json: bool) -> None:
+async def _print_stream(stream: AsyncStream, json: bool) -> None:
     on_terminal = sys.stdout.isatty()
     in_colour = terminal.is_coloured(sys.stdout, os.environ)
-    session_id = ""
     try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                session_id = chunk.session_id
+        async with stream:
+            async for chunk in stream:
                 if json:
                     print(terminal.chunk_as_json(chunk), flush=True)
                     continue
@@ -306,55 +239,75 @@ async def _print_chunks(chunks: AsyncGenerator[Chunk, None], json: bool) -> None
                     print(end="\n" if on_terminal else "", flush=True)
                     print(terminal.statistics_line(chunk.finish), file=sys.stderr)
     except (SpecdecError, asyncio.CancelledError):
-        if session_id:
+        if stream.session_id:
             print(end="\n" if on_terminal and not json else "", flush=True)
-            print(f"specdec: `specdec session resume {session_id}` prints it again and goes on", file=sys.stderr)
+            resume = f"specdec session resume {stream.session_id}"
+            print(f"specdec: `{resume}` prints it again and continues", file=sys.stderr)
         raise
 
 
 def _standard_input() -> str:
     if sys.stdin is None:
-        _fail("there is no standard input to read the prompt from; give the prompt as an argument", WRONG_USAGE)
+        problem = "there is no standard input to read the prompt from"
+        raise CommandError(f"{problem}; give the prompt as an argument", WRONG_USAGE)
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        _fail(f"standard input is not UTF-8 (byte {error.start}); convert it first", WRONG_USAGE)
+        raise CommandError(f"standard input is not UTF-8 (byte {error.start}); convert it first", WRONG_USAGE) from None
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
-    """Run a command; whatever is expected to go wrong becomes one sentence and an exit code."""
+# ---- running one
+
+
+def _refuse_misspelt_address() -> None:
+    """Refuse a variable that is nearly SPECDEC_ADDRESS; the services' own variables belong to them."""
+    wanted = ADDRESS_VARIABLE.removeprefix("SPECDEC_")
+    for name in os.environ:
+        rest = name.removeprefix("SPECDEC_")
+        if rest not in (name, wanted) and SequenceMatcher(None, rest, wanted).ratio() >= SIMILAR:
+            raise CommandError(f"unknown variable {name}; the nearest is {ADDRESS_VARIABLE}", WRONG_USAGE)
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run a command; return its exit code. What is expected to go wrong becomes one sentence."""
     try:
-        asyncio.run(work)
-    except InvalidArgument as error:
-        _fail(str(error), WRONG_USAGE)
+        flags = parser(with_up=words[:1] == ["up"]).parse_args(words)
+        if "work" not in flags:
+            getattr(flags, "help_of", parser()).print_help()
+            return WRONG_USAGE
+        _refuse_misspelt_address()
+        asyncio.run(flags.work(flags))
+    except InvalidArgumentError as error:
+        return _failed(str(error), WRONG_USAGE)
     except SpecdecError as error:
-        _fail(str(error), FAILED)
-    except local.CannotRun as error:
-        _fail(str(error), error.exit_code)
+        return _failed(str(error), FAILED)
+    except CommandError as error:
+        return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
+        return INTERRUPTED
     except BrokenPipeError:
         _give_up_output()
-        raise typer.Exit(FAILED) from None
+        return FAILED
     except OSError as error:
         _give_up_output()
-        _fail(f"cannot go on: {error}", FAILED)
+        return _failed(f"cannot go on: {error}", FAILED)
+    return 0
 
 
 def _give_up_output() -> None:
-    """Leave standard output alone: the interpreter's own flush at exit must not complain of it either."""
+    """Point standard output at nothing: the interpreter's own flush at exit must not fail on it again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(sentence: str, exit_code: int) -> NoReturn:
+def _failed(sentence: str, exit_code: int) -> int:
     print(f"specdec: {sentence}", file=sys.stderr)
-    raise typer.Exit(exit_code)
+    return exit_code
 
 
-def main() -> None:
-    """Run the command line."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # whoever started it closed its output
-    app()
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line, and exit."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # the caller closed its output
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""What a client sees of a session: chunks, their sum, and the check that they fit together.
+"""What a client sees of a session: chunks, the completion that they add up to, and the check that they fit together.
 
-Pure values. `Transcript` is the memory that makes resuming safe: whatever a server sends again must be what it sent
-before, and whatever it sends next must begin where that ended.
+Pure values. `Transcript` makes resuming safe: tokens that a server sends again must be those that it sent before, and
+new ones must begin where those end.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
-from specdec.errors import DataLoss, Mismatch
+from specdec.errors import DataLossError, ModelMismatchError
 from specdec.messages import model_from_proto, sampling_from_proto
 from specdec.types import FinishReason, ModelInfo, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
@@ -46,13 +47,13 @@ class Chunk:
 
     session_id: str
     offset: int  # completion tokens before this chunk
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # [N]
     text: str
-    origins: tuple[TokenOrigin, ...]  # one a token
-    digest: bytes
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token where they were asked for
-    text_ends: tuple[int, ...] = ()  # one a token: where its certain text ends within `text`
-    finish: Finish | None = None
+    origins: tuple[TokenOrigin, ...]  # [N]
+    digest: bytes  # 16 bytes
+    logprobs: tuple[TokenLogprobs, ...] = ()  # [N] if the request set num_logprobs, else empty
+    text_ends: tuple[int, ...] = ()  # [N]: where each token's certain text ends within `text`, in characters
+    finish: Finish | None = None  # only in the last chunk
 
     @property
     def end(self) -> int:
@@ -81,21 +82,37 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All chunks of a session together."""
+    """The chunks of a finished session together, from the first one that the stream gave."""
 
     session_id: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # [N]
     text: str
-    origins: tuple[TokenOrigin, ...]
-    logprobs: tuple[TokenLogprobs, ...]
-    digest: bytes
+    origins: tuple[TokenOrigin, ...]  # [N]
+    logprobs: tuple[TokenLogprobs, ...]  # [N] if the request set num_logprobs, else empty
+    digest: bytes  # 16 bytes
     finish: Finish
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Return why generation ended."""
+        return self.finish.reason
+
+    @property
+    def usage(self) -> Usage:
+        """Return the tokens of prompt and completion."""
+        return self.finish.usage
+
+    @property
+    def statistics(self) -> Statistics:
+        """Return the sums over the session's rounds."""
+        return self.finish.statistics
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk]) -> "Completion":
-        """Join the chunks of a finished session; the last one has `finish`."""
-        finish = chunks[-1].finish
-        assert finish is not None
+        """Join the chunks of a finished session. Raises ValueError if the last one has no `finish`."""
+        finish = chunks[-1].finish if chunks else None
+        if finish is None:
+            raise ValueError(f"the session has not finished: none of {len(chunks)} chunks has `finish`")
         return cls(
             session_id=chunks[-1].session_id,
             tokens=tuple(token for chunk in chunks for token in chunk.tokens),
@@ -134,7 +151,7 @@ class ServedModel:
 
 @dataclass(slots=True)
 class Transcript:
-    """What a client has seen of one session, from `start` on."""
+    """The tokens of one session that a client has seen, from `start` on."""
 
     session_id: str = ""
     start: int = 0
@@ -149,11 +166,11 @@ class Transcript:
 
     @property
     def digest(self) -> bytes:
-        """Return the digest at `end`; empty where it is not known."""
+        """Return the digest at `end`; empty if it is not known."""
         return self.digests.get(self.end, b"")
 
     def admit(self, chunk: Chunk) -> Chunk | None:
-        """Return what of a chunk is new, or None. Raises DataLoss where it contradicts what was seen."""
+        """Return the new part of a chunk, or None. Raises DataLossError if it contradicts what was seen."""
         self._check(chunk)
         news = chunk.after(min(max(self.end, chunk.offset), chunk.end))
         self.session_id = chunk.session_id
@@ -164,30 +181,36 @@ class Transcript:
 
     def _check(self, chunk: Chunk) -> None:
         if self.session_id and chunk.session_id != self.session_id:
-            raise DataLoss(f"asked for session {self.session_id}, the server sent {chunk.session_id}")
+            raise DataLossError(f"asked for session {self.session_id}, the server sent {chunk.session_id}")
         where = f"session {chunk.session_id}: the server sent the tokens from {chunk.offset} to {chunk.end}"
         if chunk.offset > self.end:
-            raise DataLoss(f"{where}, but the client has only {self.end}; tokens are missing")
+            raise DataLossError(f"{where}, but the client has only {self.end}; tokens are missing")
         if self.digests.get(chunk.end, chunk.digest) != chunk.digest:
-            raise DataLoss(f"{where} again with another digest; the store holds another text than was shown")
+            raise DataLossError(f"{where} again with another digest; the store holds other text than was shown")
         again = zip(range(chunk.offset, self.end), chunk.tokens, strict=False)
         if any(self.tokens[place - self.start] != token for place, token in again if place >= self.start):
-            raise DataLoss(f"{where} again with other tokens; the store holds another text than was shown")
+            raise DataLossError(f"{where} again with other tokens; the store holds other text than was shown")
 
 
-def chunk_from_proto(message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse) -> Chunk:
-    """Convert; both messages are the same, field for field. Raises Mismatch for what this version cannot read."""
-    if not len(message.tokens) == len(message.origins) == len(message.text_ends):
-        raise Mismatch("the server sent a chunk whose lists contradict each other; update client or server")
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Turn a value that this version does not know into ModelMismatchError."""
     try:
-        return _chunk(message)
+        yield
     except ValueError as error:
-        raise Mismatch(
-            f"the server sent a value that this client does not know ({error}); update the client"
-        ) from error
+        problem = f"the server sent a value that this client does not know ({error}); update the client"
+        raise ModelMismatchError(problem) from error
 
 
-def _chunk(message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse) -> Chunk:
+def chunk_from_proto(message: generation_pb2.GenerateResponse) -> Chunk:
+    """Convert. Raises ModelMismatchError for what this version cannot read."""
+    if not len(message.tokens) == len(message.origins) == len(message.text_ends):
+        raise ModelMismatchError("the server sent a chunk whose lists differ in length; update client or server")
+    with _readable():
+        return _chunk(message)
+
+
+def _chunk(message: generation_pb2.GenerateResponse) -> Chunk:
     return Chunk(
         session_id=message.session_id,
         offset=message.offset,
@@ -212,18 +235,25 @@ def finish_from_proto(message: generation_pb2.Finish) -> Finish:
 
 
 def session_from_proto(message: generation_pb2.GetSessionResponse) -> Session:
-    """Convert."""
-    return Session(
-        session_id=message.session_id,
-        status=SessionStatus(message.status),
-        epoch=message.epoch,
-        num_prompt_tokens=message.num_prompt_tokens,
-        tokens=tuple(message.tokens),
-        text=message.text,
-        digest=message.digest,
-        sampling=sampling_from_proto(message.sampling),
-        finish=finish_from_proto(message.finish) if message.HasField("finish") else None,
-    )
+    """Convert. Raises ModelMismatchError for what this version cannot read."""
+    with _readable():
+        return Session(
+            session_id=message.session_id,
+            status=SessionStatus(message.status),
+            epoch=message.epoch,
+            num_prompt_tokens=message.num_prompt_tokens,
+            tokens=tuple(message.tokens),
+            text=message.text,
+            digest=message.digest,
+            sampling=sampling_from_proto(message.sampling),
+            finish=finish_from_proto(message.finish) if message.HasField("finish") else None,
+        )
+
+
+def status_from_proto(message: generation_pb2.CancelSessionResponse) -> SessionStatus:
+    """Convert. Raises ModelMismatchError for what this version cannot read."""
+    with _readable():
+        return SessionStatus(message.status)
 
 
 def served_model_from_proto(message: generation_pb2.GetModelResponse) -> ServedModel:

@@ -1,160 +1,127 @@
-"""Public values to protobuf and back: sampling and speculation parameters, models.
+"""Public values to protobuf and back: sampling parameters, speculation parameters, models.
 
-A client's mistakes raise InvalidArgument with the field, its value and the remedy.
+Invalid values raise InvalidArgumentError with each field, its value and the remedy.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
-from specdec.errors import InvalidArgument
-from specdec.types import MAX_DRAFT_TOKENS, ModelInfo, SamplingParams, SpeculationParams
+from google.protobuf.message import Message
+
+from specdec.errors import InvalidArgumentError
+from specdec.parameters import WholeNumber
+from specdec.types import (
+    MAX_DRAFT_TOKENS,
+    SAMPLING_PARAMETERS,
+    AcceptanceRuleName,
+    ModelInfo,
+    SamplingParams,
+    SpeculationParams,
+)
 from specdec.v1 import types_pb2
 
-MAX_STOP_STRINGS = 16
 
-
-MAX_STOP_CHARACTERS = 256
-
-
-MAX_STOP_TOKENS = 256
-
-
-MAX_LOGIT_BIAS = 1024
-
-
-MAX_LOGPROBS = 20
-
-
-# field: (lowest, whether the lowest itself is allowed, highest)
-_RANGES: Mapping[str, tuple[float, bool, float]] = {
-    "temperature": (0, True, 100),
-    "top_p": (0, False, 1),
-    "min_p": (0, True, 1),
-    "repetition_penalty": (0, False, 100),
-    "presence_penalty": (-100, True, 100),
-    "frequency_penalty": (-100, True, 100),
-}
+def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> None:
+    """Check every field; token ids too if `vocab_size` is given. Raises InvalidArgumentError for all wrong fields."""
+    problems = {}
+    for name, parameter in SAMPLING_PARAMETERS.items():
+        value = getattr(params, name)
+        if value is None:
+            continue
+        problem = parameter.kind.problem(value)
+        if problem is None and vocab_size is not None:
+            problem = _vocabulary_problem(parameter.kind.token_ids(value), vocab_size)
+        if problem:
+            problems[f"sampling.{name}"] = problem
+    if problems:
+        raise InvalidArgumentError(problems)
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams, vocab_size: int | None = None) -> SamplingParams:
-    """Check and convert; token ids too if `vocab_size` is given. Raises InvalidArgument for all wrong fields."""
-    problems = {**_range_problems(message), **_list_problems(message), **_token_problems(message, vocab_size)}
-    if problems:
-        raise InvalidArgument({f"sampling.{field}": problem for field, problem in problems.items()})
-    given = {
-        field.name: getattr(message, field.name)
-        for field in message.DESCRIPTOR.fields
-        if field.has_presence and message.HasField(field.name)  # type: ignore[arg-type]
-    }
-    return SamplingParams(
-        **given | {"ignore_eos": message.ignore_eos},
-        logit_bias=dict(message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-    )
-
-
-def _range_problems(message: types_pb2.SamplingParams) -> dict[str, str]:
-    problems = {}
-    for field, (low, closed, high) in _RANGES.items():
-        value: float = getattr(message, field)
-        inside = math.isfinite(value) and (low <= value if closed else low < value) and value <= high
-        if message.HasField(field) and not inside:  # type: ignore[arg-type]  # a name from the table above
-            interval = f"{'[' if closed else '('}{low}, {high}]"
-            problems[field] = f"is {value:g}; give a number in {interval}, or leave it unset"
-    if message.HasField("max_new_tokens") and message.max_new_tokens < 1:
-        problems["max_new_tokens"] = "is 0; give at least 1, or leave it unset"
-    if message.num_logprobs > MAX_LOGPROBS:
-        problems["num_logprobs"] = f"is {message.num_logprobs}; the most is {MAX_LOGPROBS}"
-    return problems
-
-
-def _list_problems(message: types_pb2.SamplingParams) -> dict[str, str]:
-    problems = {}
-    if len(message.stop) > MAX_STOP_STRINGS:
-        problems["stop"] = f"has {len(message.stop)} strings; the most is {MAX_STOP_STRINGS}"
-    elif sizes := [len(text) for text in message.stop if not 1 <= len(text) <= MAX_STOP_CHARACTERS]:
-        problems["stop"] = f"has a string of {sizes[0]} characters; give 1 to {MAX_STOP_CHARACTERS}, or leave it out"
-    if len(message.stop_token_ids) > MAX_STOP_TOKENS:
-        problems["stop_token_ids"] = f"has {len(message.stop_token_ids)} ids; the most is {MAX_STOP_TOKENS}"
-    if len(message.logit_bias) > MAX_LOGIT_BIAS:
-        problems["logit_bias"] = f"has {len(message.logit_bias)} entries; the most is {MAX_LOGIT_BIAS}"
-    elif wrong := [entry for entry in message.logit_bias.items() if not -100 <= entry[1] <= 100]:
-        token, bias = wrong[0]
-        problems["logit_bias"] = f"is {bias:g} for token {token}; give numbers in [-100, 100]"
-    return problems
-
-
-def _token_problems(message: types_pb2.SamplingParams, vocab_size: int | None) -> dict[str, str]:
-    if vocab_size is None:
-        return {}
-    lists: Mapping[str, Iterable[int]] = {"stop_token_ids": message.stop_token_ids, "logit_bias": message.logit_bias}
-    return {
-        field: f"has token id {max(ids)}; the vocabulary ends at {vocab_size - 1}"
-        for field, ids in lists.items()
-        if max(ids, default=0) >= vocab_size
-    }
+    """Check and convert; token ids too if `vocab_size` is given. Raises InvalidArgumentError for all wrong fields."""
+    params = SamplingParams(**_given(message))
+    check_sampling(params, vocab_size)
+    return params
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
     """Convert; every scalar that is not None is set, so that the receiver needs no defaults."""
-    if isinstance(params.stop, str):
-        raise TypeError(f"stop is {params.stop!r}; give a sequence of texts")
-    message = types_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=params.seed,
-        max_new_tokens=params.max_new_tokens,
-        num_logprobs=params.num_logprobs,
-        logit_bias=params.logit_bias,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-    )
-    return message
+    return types_pb2.SamplingParams(**_fields_of(params))
 
 
 def speculation_from_proto(message: types_pb2.SpeculationParams) -> SpeculationParams:
-    """Check and convert; whether the drafter exists is the workers' to say."""
-    count = message.num_draft_tokens if message.HasField("num_draft_tokens") else None
-    if count is not None and count > MAX_DRAFT_TOKENS:
-        problem = f"is {count}; give 0 (plain decoding) to {MAX_DRAFT_TOKENS}, or leave it unset (automatic)"
-        raise InvalidArgument({"speculation.num_draft_tokens": problem})
-    return SpeculationParams(count, message.drafter or None)
+    """Check and convert; whether the drafter exists is the workers' to say. Raises InvalidArgumentError."""
+    known = {rule.value for rule in AcceptanceRuleName}
+    if message.acceptance_rule and message.acceptance_rule not in known:
+        problem = f"is {message.acceptance_rule}, which this service does not know; leave it unset"
+        raise InvalidArgumentError({"speculation.acceptance_rule": problem})
+    params = SpeculationParams(
+        num_draft_tokens=message.num_draft_tokens if message.HasField("num_draft_tokens") else None,
+        drafter=message.drafter or None,
+        acceptance_rule=AcceptanceRuleName(message.acceptance_rule) if message.acceptance_rule else None,
+    )
+    check_speculation(params)
+    return params
+
+
+def check_speculation(params: SpeculationParams) -> None:
+    """Check every field. Raises InvalidArgumentError."""
+    count: Any = params.num_draft_tokens
+    if count is not None and WholeNumber(0, MAX_DRAFT_TOKENS).problem(count):
+        problem = f"is {count!r}; give 0 (plain decoding) to {MAX_DRAFT_TOKENS}, or leave it unset (automatic)"
+        raise InvalidArgumentError({"speculation.num_draft_tokens": problem})
+    if not isinstance(params.drafter, str | None):
+        raise InvalidArgumentError({"speculation.drafter": f"is {params.drafter!r}; give a drafter's name"})
+    if not isinstance(params.acceptance_rule, AcceptanceRuleName | None):
+        problem = f"is {params.acceptance_rule!r}; give an AcceptanceRuleName"
+        raise InvalidArgumentError({"speculation.acceptance_rule": problem})
+
+
+def speculation_to_proto(params: SpeculationParams) -> types_pb2.SpeculationParams:
+    """Convert; what is None stays unset."""
+    message = types_pb2.SpeculationParams(num_draft_tokens=params.num_draft_tokens, drafter=params.drafter)
+    if params.acceptance_rule:
+        message.acceptance_rule = types_pb2.AcceptanceRule.ValueType(params.acceptance_rule.value)
+    return message
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
-    """Raise InvalidArgument for an id past the vocabulary."""
-    if tokens and max(tokens) >= vocab_size:
-        raise InvalidArgument({field: f"has token id {max(tokens)}; the vocabulary ends at {vocab_size - 1}"})
+    """Raise InvalidArgumentError for an id past the vocabulary."""
+    if problem := _vocabulary_problem(tokens, vocab_size):
+        raise InvalidArgumentError({field: problem})
 
 
 def model_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
     """Convert."""
-    return types_pb2.ModelInfo(
-        name=info.name,
-        tokenizer_fingerprint=info.tokenizer_fingerprint,
-        vocab_size=info.vocab_size,
-        context_length=info.context_length,
-        dtype=info.dtype,
-        device=info.device,
-        eos_token_ids=info.eos_token_ids,
-    )
+    return types_pb2.ModelInfo(**_fields_of(info))
 
 
 def model_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
     """Convert."""
-    return ModelInfo(
-        name=message.name,
-        tokenizer_fingerprint=message.tokenizer_fingerprint,
-        vocab_size=message.vocab_size,
-        context_length=message.context_length,
-        dtype=message.dtype,
-        device=message.device,
-        eos_token_ids=tuple(message.eos_token_ids),
-    )
+    return ModelInfo(**_given(message))
+
+
+def _vocabulary_problem(tokens: Sequence[int], vocab_size: int) -> str | None:
+    highest = max(tokens, default=-1)
+    return f"has token id {highest}; the vocabulary ends at {vocab_size - 1}" if highest >= vocab_size else None
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return a dataclass's fields for the message whose fields have the same names."""
+    return {entry.name: getattr(value, entry.name) for entry in fields(value)}
+
+
+def _given(message: Message) -> dict[str, Any]:
+    """Return a message's fields as Python values; optional fields that are unset are left out."""
+    return {
+        field.name: _plain(getattr(message, field.name))
+        for field in message.DESCRIPTOR.fields
+        if not field.has_presence or message.HasField(field.name)
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else value

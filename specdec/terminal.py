@@ -1,20 +1,16 @@
-"""How the `specdec` command looks: text coloured by origin, one line of statistics, logs with the service's name."""
+"""Output of the `specdec` command: text coloured by token origin, one line of statistics, JSON."""
 
 import json
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from enum import Enum
 from typing import Any, TextIO
 
-import typer
+from specdec.completion import Chunk, Finish, ServedModel, Session
+from specdec.types import TokenOrigin
 
-from specdec.client import Chunk, Finish, ServedModel, Session, TokenOrigin
-from specdec.serving.child import LogLine, format_event
-
+_ANSI = {"red": 31, "green": 32, "yellow": 33, "magenta": 35, "cyan": 36}  # ECMA-48, SGR
 COLOURS = {TokenOrigin.ACCEPTED: "green", TokenOrigin.RECOVERED: "yellow", TokenOrigin.BONUS: "cyan"}
-LOG_COLOURS = {"coordinator": "cyan", "target": "magenta", "draft": "green"}
-NAME_WIDTH = len("target worker")
 
 
 def is_coloured(stream: TextIO, environment: Mapping[str, str]) -> bool:
@@ -22,18 +18,21 @@ def is_coloured(stream: TextIO, environment: Mapping[str, str]) -> bool:
     return stream.isatty() and not environment.get("NO_COLOR")
 
 
+def in_colour(text: str, colour: str) -> str:
+    """Return text that a terminal shows in a colour."""
+    return f"\x1b[{_ANSI[colour]}m{text}\x1b[0m"
+
+
 def coloured(chunk: Chunk) -> str:
     """Return the chunk's text, each token's part in the colour of its origin."""
-    pieces = [
-        typer.style(piece, fg=COLOURS[origin]) for piece, origin in zip(chunk.pieces, chunk.origins, strict=False)
-    ]
+    pieces = [in_colour(piece, COLOURS[origin]) for piece, origin in zip(chunk.pieces, chunk.origins, strict=False)]
     return "".join([*pieces, chunk.pieces[-1]])
 
 
 def chunk_as_json(chunk: Chunk) -> str:
     """Return a chunk as one line of JSON."""
-    fields = asdict(chunk)
-    return json.dumps({name: value for name, value in fields.items() if value not in ((), None)}, default=_plain)
+    values = asdict(chunk)
+    return json.dumps({name: value for name, value in values.items() if value not in ((), None)}, default=_plain)
 
 
 def session_as_json(session: Session) -> str:
@@ -50,12 +49,12 @@ def _plain(value: Any) -> Any:
 
 
 def _sampling(session: Session) -> dict[str, Any]:
-    fields = {name: getattr(session.sampling, name) for name in session.sampling.__dataclass_fields__}
-    return fields | {"logit_bias": dict(session.sampling.logit_bias)}
+    values = {entry.name: getattr(session.sampling, entry.name) for entry in fields(session.sampling)}
+    return values | {"logit_bias": dict(session.sampling.logit_bias)}
 
 
 def statistics_line(finish: Finish) -> str:
-    """Return how a session went, in one line."""
+    """Return a session's statistics in one line."""
     sums = finish.statistics
     return " · ".join(
         [
@@ -81,28 +80,10 @@ def session_lines(session: Session) -> list[str]:
 
 
 def model_lines(model: ServedModel) -> list[str]:
-    """Return the models behind a service, for people."""
+    """Return the models that a service runs, for people."""
     target = model.target
     return [
         f"target    {target.name} ({target.dtype} on {target.device})",
         f"tokens    {target.vocab_size} in the vocabulary, {model.context_length} in the context",
         f"drafters  {', '.join(model.drafters) or 'none: plain decoding'}",
     ]
-
-
-class LogPrinter:
-    """Prints the services' logs to standard error, each line after the name of its service."""
-
-    def __init__(self, stream: TextIO | None = None, *, is_coloured: bool = False) -> None:
-        self._stream = stream or sys.stderr
-        self._is_coloured = is_coloured
-
-    def __call__(self, name: str, entry: LogLine) -> None:
-        """Print one line."""
-        prefix = f"{name:<{NAME_WIDTH}} |"
-        text = format_event(entry) if "event" in entry else entry["text"]
-        level = "" if entry.get("level") in (None, "info", "debug") else f"{entry['level']}: "
-        if self._is_coloured:
-            prefix = typer.style(prefix, fg=LOG_COLOURS[name.split()[0]])
-            level = typer.style(level, fg="red") if level else ""
-        print(f"{prefix} {level}{text}", file=self._stream, flush=True)

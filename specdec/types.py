@@ -1,47 +1,119 @@
-"""The values that the services exchange: frozen, checked once at the border (`specdec.exact.codec`), trusted inside.
+"""The values that the services exchange: frozen, checked once at the border (`specdec.messages`), trusted inside.
 
-Number types are open on purpose: production rows hold floats, the proofs run the same code on fractions.
+Number types are open on purpose: production distributions hold floats, the proofs run the same code on fractions.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from types import MappingProxyType
+from typing import TypedDict
 
-MAX_DRAFT_TOKENS = 32  # a row's support is at most 1024 tokens of 8 bytes: 32 rows stay under 300 kB
+from specdec.parameters import MAX_UINT32, Biases, Number, Parameter, Switch, Texts, TokenIds, WholeNumber, parameter
+
+MAX_DRAFT_TOKENS = 32  # a support is at most 1024 tokens of 8 bytes: 32 of them stay under 300 kB
+MAX_LOGPROBS = 20
+DRAWING, ENDING = "How tokens are drawn", "When generation ends"
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn from logits; the defaults change nothing. Ranges: protos/specdec/v1/types.proto."""
+    """How tokens are drawn from logits; the defaults change nothing.
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_new_tokens: int | None = None
-    num_logprobs: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+    The fields are the one table of sampling parameters: validation and the command line's flags derive from it.
+    `stop` may be one text or several. Ranges: protos/specdec/v1/types.proto.
+    """
+
+    temperature: float = parameter(1.0, Number(0, 100), "0 takes the most probable token", group=DRAWING)
+    top_k: int = parameter(0, WholeNumber(0, MAX_UINT32), "keep the k most probable tokens; 0: all", group=DRAWING)
+    top_p: float = parameter(
+        1.0, Number(0, 1, excludes_low=True), "keep the most probable tokens with this mass", group=DRAWING
+    )
+    min_p: float = parameter(
+        0.0, Number(0, 1), "drop tokens less probable than this fraction of the most probable one", group=DRAWING
+    )
+    repetition_penalty: float = parameter(
+        1.0, Number(0, 100, excludes_low=True), "divide the logits of tokens seen before; 1: none", group=DRAWING
+    )
+    presence_penalty: float = parameter(
+        0.0, Number(-100, 100), "subtract once from the logit of a generated token; 0: none", group=DRAWING
+    )
+    frequency_penalty: float = parameter(
+        0.0, Number(-100, 100), "subtract for each time that a token was generated; 0: none", group=DRAWING
+    )
+    seed: int | None = parameter(
+        None,
+        WholeNumber(0, 2**64 - 1, metavar="SEED"),
+        "the same seed and --num-draft-tokens give the same text",
+        group=DRAWING,
+    )
+    max_new_tokens: int | None = parameter(
+        None, WholeNumber(1, MAX_UINT32), "maximum number of tokens to generate", group=ENDING
+    )
+    num_logprobs: int | None = parameter(
+        None, WholeNumber(0, MAX_LOGPROBS), "log probabilities of this many tokens a position (--json)", group=DRAWING
+    )
+    logit_bias: Mapping[int, float] = parameter(
+        lambda: _NO_BIAS, Biases(1024, 100), "add to a token's logit; repeatable", group=DRAWING
+    )
+    stop: Sequence[str] = parameter((), Texts(16, 256), "end before this text; repeatable", group=ENDING)
+    stop_token_ids: Sequence[int] = parameter(
+        (), TokenIds(256), "end after this token; repeatable", group=ENDING, flag="--stop-token-id"
+    )
+    ignore_eos: bool = parameter(False, Switch(), "continue after the model's end-of-sequence token", group=ENDING)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            if isinstance(getattr(self, name), Iterable):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def has_penalties(self) -> bool:
-        """Say whether a row depends on which tokens came before it."""
+        """Say whether a distribution depends on which tokens came before it."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationParams:
-    """How a session is speculated; None is automatic."""
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingParams` as keyword arguments of the client's methods, for type checkers."""
 
-    num_draft_tokens: int | None = None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    max_new_tokens: int | None
+    num_logprobs: int | None
+    logit_bias: Mapping[int, float]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+
+
+SAMPLING_PARAMETERS: Mapping[str, Parameter] = {
+    entry.name: entry.metadata["parameter"] for entry in fields(SamplingParams)
+}
+
+
+class AcceptanceRuleName(Enum):
+    """The rules that accept draft tokens; the values are those of specdec.v1.AcceptanceRule."""
+
+    TOKEN = 1  # each draft token is tested by itself (Leviathan et al. 2023)
+    BLOCK = 2  # the draft is tested as a block (Sun et al. 2024)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """Speculative decoding options; None leaves an option to the service. None of them changes the distribution."""
+
+    num_draft_tokens: int | None = None  # None: automatic; 0: plain decoding
     drafter: str | None = None
+    acceptance_rule: AcceptanceRuleName | None = None
 
 
 class TokenOrigin(Enum):
@@ -54,7 +126,7 @@ class TokenOrigin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a model is, for comparing a draft with a target."""
+    """What a model is, for comparing a draft with a target. Fields: specdec.v1.ModelInfo."""
 
     name: str
     tokenizer_fingerprint: str = ""
@@ -63,6 +135,9 @@ class ModelInfo:
     dtype: str = ""
     device: str = ""
     eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""  # of everything that the output depends on
+    num_layers: int = 0
+    hidden_size: int = 0
 
 
 class FinishReason(Enum):
@@ -76,7 +151,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """How a session went: sums over all of its rounds, durations in seconds."""
+    """Sums over all rounds of a session, durations in seconds."""
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
@@ -89,7 +164,7 @@ class Statistics:
 
     @property
     def acceptance_rate(self) -> float:
-        """Return accepted / drafted; 0 where nothing was drafted."""
+        """Return accepted / drafted; 0 if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
@@ -105,7 +180,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A token's log probability under the model's own distribution, in nats; the most probable tokens, best first."""
+    """A token's log probability under the model's own distribution, in nats; then the most probable tokens."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # (token id, log probability), best first

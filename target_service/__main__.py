@@ -1,18 +1,17 @@
 """`python -m target_service`: the one place that knows all concrete classes of the target worker."""
 
-import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from specdec.engine import EngineError
 from specdec.serving.model_worker import load_model, new_engine, running
-from specdec.serving.server import CannotServe, Server, run_service
-from specdec.serving.settings import TargetSettings, load
+from specdec.serving.server import Server, run_process
+from specdec.serving.settings import load
 from specdec.v1 import target_pb2_grpc
 from target_service.metrics import METRICS
 from target_service.scorer import Scorer
 from target_service.servicer import TargetServicer
+from target_service.settings import TargetSettings
 
 SERVICE = "specdec.v1.TargetService"
 
@@ -20,17 +19,14 @@ SERVICE = "specdec.v1.TargetService"
 def main() -> None:
     """Run the worker until it is told to stop; exit with 1 and one sentence if it cannot start."""
     settings = load(TargetSettings, "target_service")
-    try:
-        asyncio.run(run_service(settings, "target", SERVICE, lambda server: built(settings, server)))
-    except (CannotServe, EngineError, OSError, ValueError) as error:
-        sys.exit(f"target_service: {error}")
+    run_process(settings, "target_service", "target", SERVICE, lambda server: built(settings, server), EngineError)
 
 
 @asynccontextmanager
 async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]:
     """Build the worker on a listening server; yield once the model is loaded."""
     model, info = await load_model(settings, settings.model)
-    scorer = Scorer(info.vocab_size)
+    scorer = Scorer(info.vocab_size, settings.observation_window)
     engine = new_engine(settings, model, scorer)
     METRICS.watch(engine)
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine, scorer, info), server.grpc)

@@ -1,7 +1,7 @@
-"""Scoring: K + 1 rows a session from one forward, on the draft's supports, with one token drawn from beside each.
+"""Scoring: the N + 1 positions of a tree of N draft tokens from one forward, batched over sessions.
 
-The arithmetic is batched over the rows of all sessions that share the forward; row i of a session is the target's
-distribution after its committed tokens and its first i draft tokens, under the same sampling parameters as the draft's.
+At each position the target's distribution is read on the union of the supports of the position's children, and one
+token is drawn from the rest. The distributions are taken under the same sampling parameters as the draft's.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,102 +11,146 @@ from itertools import accumulate, pairwise
 import torch
 
 from specdec.engine import Task
-from specdec.errors import NonFiniteLogits
+from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw_dense, drop_padding, is_finite, next_token_distributions
-from specdec.exact.values import PositionLogprobs, Scores, TargetDistribution
+from specdec.exact.tree import chain_parents, children_of, path_to, union
+from specdec.exact.values import ObservationRequest, Observations, PositionLogprobs, Scores, TargetDistribution
 from specdec.serving.session_stream import Session
 from target_service.metrics import METRICS
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """One round to score: append `tokens` behind `start`, then judge the draft tokens."""
+class ScoreRound:
+    """One round to score: append `tokens` after `start`, then score the draft tokens."""
 
     start: int
     tokens: Sequence[int]  # at least one
-    draft_tokens: Sequence[int]  # [K]
-    supports: Sequence[Sequence[int]]  # [K], each with its draft token
+    draft_tokens: Sequence[int]  # [N]
+    supports: Sequence[Sequence[int]]  # [N], each with its draft token
+    parents: tuple[int, ...] = ()  # [N], see exact/tree.py; empty: a chain
 
     @property
     def committed_length(self) -> int:
         """Tokens committed when the round began."""
         return self.start + len(self.tokens)
 
+    @property
+    def tree(self) -> tuple[int, ...]:
+        """The parents, also of a chain."""
+        return self.parents or chain_parents(len(self.draft_tokens))
+
+    def unions(self) -> list[tuple[int, ...]]:
+        """Return the token ids to answer on at each position, [N + 1]."""
+        return [union(self.supports[child] for child in children) for children in children_of(self.tree)]
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What a session's drafter asked to observe, at how many committed tokens at most."""
+
+    request: ObservationRequest = ObservationRequest()  # noqa: RUF009  # frozen
+    window: int = 0
+
 
 class ScoreTask(Task[Scores]):
-    """One session's round in the engine: K + 1 rows at the last committed token and the K draft tokens."""
+    """One session's round in the engine: logits at the last committed token and at the N draft tokens."""
 
-    def __init__(self, session: Session, given: Round, match: bool) -> None:
+    def __init__(self, session: Session, given: ScoreRound, watch: Watch, match: bool) -> None:
+        num_draft_tokens = len(given.draft_tokens)
         super().__init__(
             session.session_id,
             given.start,
             [*given.tokens, *given.draft_tokens],
-            len(given.draft_tokens) + 1,
+            num_draft_tokens + 1,
+            parents=given.parents,
             num_committed=given.committed_length,
             match=match,
+            hidden_layers=watch.request.hidden_layers,
+            num_observed=watch.window + num_draft_tokens if watch.request.hidden_layers else 0,
         )
         self.session = session
         self.round = given
+        self.watch = watch
+
+    @property
+    def num_positions(self) -> int:
+        """Positions to score, N + 1."""
+        return len(self.round.draft_tokens) + 1
+
+    def prepare(self) -> None:
+        """Truncate to `start`, keeping the accepted path; observed tokens that are fed want logits too."""
+        super().prepare()
+        if self.watch.request.num_top_tokens:
+            self.num_rows = min(len(self.tokens), self.watch.window + self.num_positions - 1)
 
     def contexts(self) -> list[SamplingContext]:
-        """Return what each row depends on, [K + 1]."""
+        """Return what each position's distribution depends on, [N + 1]."""
         sampling = self.session.sampling
         if not sampling.has_penalties:
-            return [SamplingContext(sampling)] * self.num_rows
-        text = self.sequence.tokens
-        prompt = text[: self.session.num_prompt_tokens]
-        ends = range(self.round.committed_length, self.round.committed_length + self.num_rows)
-        return [SamplingContext(sampling, prompt, text[len(prompt) : end]) for end in ends]
+            return [SamplingContext(sampling)] * self.num_positions
+        committed = self.sequence.tokens[: self.round.committed_length]
+        prompt, completion = committed[: self.session.num_prompt_tokens], committed[self.session.num_prompt_tokens :]
+        paths = [path_to(position, self.round.tree) for position in range(self.num_positions)]
+        return [
+            SamplingContext(sampling, prompt, [*completion, *(self.round.draft_tokens[index] for index in path)])
+            for path in paths
+        ]
 
 
 class Scorer:
     """Turns logits into scores; the engine's processor."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, observation_window: int) -> None:
         self._vocab_size = vocab_size
+        self._observation_window = observation_window
 
-    def task(self, session: Session, given: Round, match: bool) -> ScoreTask:
-        """Return the engine's task for one round; `match` keeps cached tokens behind `start` that are the same."""
-        return ScoreTask(session, given, match)
+    def task(self, session: Session, given: ScoreRound, request: ObservationRequest, match: bool) -> ScoreTask:
+        """Return the engine's task for one round; `match` keeps all cached tokens that are the same."""
+        return ScoreTask(session, given, Watch(request, self._observation_window if request else 0), match)
 
     def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
-        """End each task with its scores, or with NonFiniteLogits, from logits [sum of K + 1, V]."""
+        """End each task with its scores, or with NonFiniteLogitsError, from logits [sum of num_rows, V]."""
         METRICS.observe_batch(len(tasks))
         logits = drop_padding(logits, self._vocab_size)
-        rows = next_token_distributions(
-            logits, [context for task in tasks for context in task.contexts()], self._vocab_size
-        )
-        finite = is_finite(rows)
-        target_rows = _target_distributions(tasks, rows)
-        for task, (begin, end) in zip(tasks, _spans(tasks), strict=True):
+        rows_of = list(torch.split(logits, [task.num_rows for task in tasks]))
+        scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
+        contexts = [context for task in tasks for context in task.contexts()]
+        distributions = next_token_distributions(scored, contexts, self._vocab_size)
+        finite = is_finite(distributions)
+        answers = _target_distributions(tasks, distributions)
+        for task, rows, (begin, end) in zip(tasks, rows_of, _spans(tasks), strict=True):
             if not all(finite[begin:end]):
-                task.fail(
-                    NonFiniteLogits("the model's logits for this session are not finite; restart it, or its worker")
-                )
+                message = "the model's logits for this session are not finite; restart it, or its worker"
+                task.fail(NonFiniteLogitsError(message))
                 continue
-            scored = target_rows[begin:end]
-            task.finish(Scores(tuple(scored), _logprobs(task, scored, logits[begin:end])))
+            positions = tuple(answers[begin:end])
+            task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
+
+
+def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    """Return the parts, one after the other, [sum of N + 1, V]; without a copy where they are all there is."""
+    return whole if sum(map(len, parts)) == len(whole) else torch.cat(list(parts))
 
 
 def _spans(tasks: Iterable[ScoreTask]) -> Iterable[tuple[int, int]]:
-    """Return where each task's rows begin and end."""
-    return pairwise(accumulate((task.num_rows for task in tasks), initial=0))
+    """Return where each task's positions begin and end."""
+    return pairwise(accumulate((task.num_positions for task in tasks), initial=0))
 
 
 def _target_distributions(tasks: Sequence[ScoreTask], rows: torch.Tensor) -> list[TargetDistribution]:
-    """Read the supports from rows [N, V], then draw one token a row from what is left; rows are overwritten."""
-    supports = [support for task in tasks for support in (*task.round.supports, ())]  # [N], () for the last rows
-    inside = _indices(supports, rows.device)
+    """Read the unions from rows [sum of N + 1, V], then draw one token a row from the rest; rows are overwritten."""
+    unions = [token_ids for task in tasks for token_ids in task.round.unions()]
+    inside = _indices(unions, rows.device)
     support_probs = rows[inside].tolist()
     rows[inside] = 0
     draws = [
         uniform
         for task in tasks
-        for uniform in uniforms(task.session.seed, task.round.committed_length, task.num_rows, Purpose.TAIL)
+        for uniform in uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
     ]
     tail_tokens, tail_masses = draw_dense(rows, draws)
-    cuts = pairwise(accumulate(map(len, supports), initial=0))
+    cuts = pairwise(accumulate(map(len, unions), initial=0))
     probs = [support_probs[begin:end] for begin, end in cuts]
     return list(map(TargetDistribution, probs, tail_masses, tail_tokens))
 
@@ -120,15 +164,15 @@ def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tupl
 
 
 def _logprobs(
-    task: ScoreTask, scored: Sequence[TargetDistribution], logits: torch.Tensor
+    task: ScoreTask, positions: Sequence[TargetDistribution], logits: torch.Tensor
 ) -> tuple[PositionLogprobs, ...]:
-    """Return the model's own log probabilities, from logits [K + 1, V]; nothing where none were asked for."""
+    """Return the model's own log probabilities, from logits [N + 1, V]; nothing where none were asked for."""
     num_top = task.session.sampling.num_logprobs
     if num_top is None:
         return ()
     logprobs = logits.log_softmax(dim=-1)
-    supports = (*task.round.supports, ())
-    wanted = [[*support, row.tail_token] for support, row in zip(supports, scored, strict=True)]
+    pairs = zip(task.round.unions(), positions, strict=True)
+    wanted = [[*token_ids, position.tail_token] for token_ids, position in pairs]
     flat = iter(logprobs[_indices(wanted, logits.device)].tolist())
     by_token = [{token: next(flat) for token in tokens} for tokens in wanted]
     top, top_ids = (values.tolist() for values in logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1))
@@ -136,3 +180,22 @@ def _logprobs(
         PositionLogprobs(mapping, tuple(zip(ids, values, strict=True)))
         for mapping, ids, values in zip(by_token, top_ids, top, strict=True)
     )
+
+
+def _observed(task: ScoreTask, logits: torch.Tensor) -> Observations | None:
+    """Return what the session's drafter asked for, at the last tokens of the round; logits [num_rows, V]."""
+    request = task.watch.request
+    if not request:
+        return None
+    hidden = _bytes_of(task.hidden_states.to(torch.bfloat16)) if task.hidden_states is not None else ()
+    top: tuple[bytes, ...] = ()
+    if request.num_top_tokens:
+        count = min(request.num_top_tokens, logits.shape[-1])
+        top = _bytes_of(logits.topk(count, dim=-1).indices.to(torch.int32))
+    length = task.round.committed_length + len(task.round.draft_tokens)
+    return Observations(length - max(len(hidden), len(top)), hidden, top)
+
+
+def _bytes_of(values: torch.Tensor) -> tuple[bytes, ...]:
+    """Return the bytes of each entry of the first dimension."""
+    return tuple(entry.tobytes() for entry in values.cpu().contiguous().flatten(1).view(torch.uint8).numpy())

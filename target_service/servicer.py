@@ -5,16 +5,16 @@ from typing import Any
 
 from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
-from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
+from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import EpochFence, Session, SessionStream, session_from_proto
 from specdec.serving.telemetry import get_logger
 from specdec.types import MAX_DRAFT_TOKENS, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.metrics import METRICS
-from target_service.scorer import Round, Scorer, ScoreTask
+from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -36,14 +36,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         opening = await stream.opening()
         if opening is None:
             return
+        self._check_model(opening.model_fingerprint)
         session = session_from_proto(opening.session, self._model.vocab_size)
+        request = self._observation_request(opening)
         self._fence.check(session)
         num_rounds = 0
         try:
             async for message in stream.rounds():
                 self._fence.check(session)
                 # only a stream's first round may find tokens that it has not sent: those of the stream before it
-                await context.write(await self._score(session, message, match=num_rounds == 0))
+                await context.write(await self._score(session, message, request, match=num_rounds == 0))
                 num_rounds += 1
             if stream.closed:
                 self._fence.check(session)
@@ -57,54 +59,61 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 closed=stream.closed,
             )
 
-    async def _score(self, session: Session, message: target_pb2.Score, match: bool) -> target_pb2.ScoreResponse:
+    def _check_model(self, fingerprint: str) -> None:
+        """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
+        if fingerprint not in ("", self._model.fingerprint):
+            problem = f"serves the model {self._model.fingerprint}, the session's text belongs to {fingerprint[:64]}"
+            raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
+
+    async def _score(
+        self, session: Session, message: target_pb2.Score, request: ObservationRequest, match: bool
+    ) -> target_pb2.ScoreResponse:
         given = self._checked(message)
-        task = self._scorer.task(session, given, match)
+        task = self._scorer.task(session, given, request, match)
         try:
             scores = await run_task(self._engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load())
         self._report(session, given, task)
         response = codec.scores_to_proto(scores)
-        response.cached_len = given.committed_length + len(given.draft_tokens)
+        response.cached_len = given.committed_length
         timings = task.timings
         response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
         response.load.CopyFrom(self._load())
         return response
 
-    def _checked(self, message: target_pb2.Score) -> Round:
-        """Check a round, so that nothing in it can harm another session. Raises InvalidArgument."""
+    def _checked(self, message: target_pb2.Score) -> ScoreRound:
+        """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
         num_drafted = len(message.draft_tokens)
         if not message.tokens:
-            raise InvalidArgument({"score.tokens": "is empty; repeat at least the last committed token"})
+            raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
         if num_drafted > MAX_DRAFT_TOKENS:
-            raise InvalidArgument({"score.draft_tokens": f"has {num_drafted}; the most is {MAX_DRAFT_TOKENS}"})
+            raise InvalidArgumentError({"score.draft_tokens": f"has {num_drafted}; the maximum is {MAX_DRAFT_TOKENS}"})
         messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
         messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
             problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
-            raise InvalidArgument({"score": problem})
-        supports = self._supports(message.supports, message.draft_tokens)
-        return Round(message.start, list(message.tokens), list(message.draft_tokens), supports)
-
-    def _supports(self, message: types_pb2.SparseDistributions, draft_tokens: Any) -> list[list[int]]:
-        field, num_drafted = "score.supports", len(draft_tokens)
-        if len(message.sizes) != codec.UINT32.itemsize * num_drafted:
-            raise InvalidArgument({field: f"has {len(message.sizes)} bytes of sizes for {num_drafted} draft tokens"})
-        if len(message.token_ids) > codec.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
-            raise InvalidArgument({field: f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
+            raise InvalidArgumentError({"score": problem})
+        if len(message.supports.token_ids) > codec.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
+            raise InvalidArgumentError({"score.supports": f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
         try:
-            supports = codec.supports_from_proto(message)
+            parents = codec.checked_parents(message.parents, num_drafted)
+            supports = codec.draft_supports_from_proto(message)
         except codec.MalformedReply as error:
-            raise InvalidArgument({field: f"is malformed: {error}"}) from None
-        for token, support in zip(draft_tokens, supports, strict=True):
-            messages.check_tokens(support, self._model.vocab_size, field)
-            if token not in support:
-                raise InvalidArgument({field: "lacks its own draft token; a row must hold what was drawn from it"})
-        return supports
+            raise InvalidArgumentError({"score": f"has a malformed proposal: {error}"}) from None
+        for support in supports:
+            messages.check_tokens(support, self._model.vocab_size, "score.supports")
+        return ScoreRound(message.start, list(message.tokens), list(message.draft_tokens), supports, parents)
 
-    def _report(self, session: Session, given: Round, task: ScoreTask) -> None:
+    def _observation_request(self, opening: target_pb2.OpenTarget) -> ObservationRequest:
+        """Check what the session's drafter wants to know. Raises InvalidArgumentError."""
+        try:
+            return codec.observation_request_from_proto(opening.observations, self._model.num_layers)
+        except codec.MalformedReply as error:
+            raise InvalidArgumentError({"open.observations": f"ask for too much: {error}"}) from None
+
+    def _report(self, session: Session, given: ScoreRound, task: ScoreTask) -> None:
         METRICS.observe_round(len(given.draft_tokens) + 1, task.timings)
         get_logger().debug(
             "round_scored",

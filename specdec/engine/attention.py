@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from specdec.engine.errors import EngineError, ModelRefused
 from specdec.engine.pool import KvPool, LayerShape
-from specdec.engine.tree import depths
+from specdec.exact.tree import depths_of
 
 ATTENTION_NAME = "specdec"
 
@@ -44,7 +44,7 @@ class Segment:
     def positions(self) -> list[int]:
         """The new tokens' positions in their text: a token of the tree is one after its parent."""
         root = self.tree_start - 1
-        return [*range(self.past, self.tree_start), *(root + depth for depth in depths(self.parents))]
+        return [*range(self.past, self.tree_start), *(root + depth for depth in depths_of(self.parents))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from specdec.engine.cache import KvCache
 from specdec.engine.decoder import Decoder, PackedRow
 from specdec.engine.errors import EngineError, SequenceTooLong
 from specdec.engine.feed import Feed, ForwardOutput
-from specdec.engine.tree import depths
+from specdec.exact.tree import depths_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class LanguageModel:
                 f"{self.num_token_ids - 1}; use its own tokenizer"
             )
         feed.sequence.check_append(feed.tokens, feed.parents)
-        length = feed.sequence.length + len(feed.tokens) - len(feed.parents) + max(depths(feed.parents), default=0)
+        length = feed.sequence.length + len(feed.tokens) - len(feed.parents) + max(depths_of(feed.parents), default=0)
         if length > self.context_length:
             raise SequenceTooLong(
                 f"{length} tokens pass the {self.context_length} that {self.name} can read; shorten the sequence"

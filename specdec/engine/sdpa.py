@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from specdec.engine.attention import AttentionOptions, PoolOptions, Segment
 from specdec.engine.contiguous import ContiguousPool, LayerPool
 from specdec.engine.pool import LayerShape
-from specdec.engine.tree import ancestor_matrix
+from specdec.exact.tree import ancestor_matrix
 
 
 class SdpaBackend:

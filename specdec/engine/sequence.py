@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdec.engine.errors import CacheMiss, EngineError
-from specdec.engine.tree import Parents, chain_length, check_parents, longest_path
 from specdec.exact.prefix import num_equal
+from specdec.exact.tree import chain_length, is_tree, longest_path
 
 
 class Storage(Protocol):
@@ -109,7 +109,7 @@ class Sequence:
         """Free what is reserved beyond the cached tokens."""
         self._storage.release(self)
 
-    def append(self, tokens: Tokens[int], parents: Parents = ()) -> None:
+    def append(self, tokens: Tokens[int], parents: Tokens[int] = ()) -> None:
         """Count `tokens`, the last of which may form a tree, as cached; their room must be reserved.
 
         Raises EngineError, with nothing changed, after a tree with branches: `resume` or `truncate` first.
@@ -123,12 +123,13 @@ class Sequence:
         self._parents.extend(root + parent for parent in parents)
         self._tokens.extend(tokens)
 
-    def check_append(self, tokens: Tokens[int], parents: Parents) -> None:
+    def check_append(self, tokens: Tokens[int], parents: Tokens[int]) -> None:
         """Raise EngineError where `append` could not be: nothing may follow branches, and a tree needs a root."""
         self._refuse_branches()
         if not parents:
             return
-        check_parents(parents)
+        if not is_tree(parents):
+            raise EngineError(f"the parents {list(parents)} are not a tree; a parent comes before its children")
         root_length = self.length + len(tokens) - len(parents)
         if len(parents) > len(tokens) or root_length < max(1, self._num_committed):
             raise EngineError(

@@ -1,7 +1,7 @@
-"""Values to protobuf and back, checked here and trusted inside.
+"""The values of a round to protobuf and back, checked here and trusted inside.
 
-A client's mistakes raise InvalidArgument with the field, its value and what would be right. A worker's raise
-MalformedReply: a broken worker must not reach a session's log, so its answers are checked as strictly.
+A worker's mistakes raise MalformedReply: a broken worker must not reach a session's log. Decoding is total: whatever
+bytes arrive, the result is a checked value or MalformedReply.
 """
 
 import math
@@ -11,16 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from specdec.exact.tree import chain_parents, is_tree
 from specdec.exact.values import (
+    MAX_OBSERVED_LAYERS,
     MAX_SUPPORT_TOKENS,
+    MAX_TOP_TOKENS,
+    ObservationRequest,
+    Observations,
     PositionLogprobs,
     Proposal,
     Scores,
     SparseDistribution,
     TargetDistribution,
     Timing,
+    one_hot,
 )
-from specdec.messages import MAX_LOGPROBS
+from specdec.types import MAX_LOGPROBS
 from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 UINT32 = np.dtype("<u4")
@@ -31,17 +37,17 @@ class MalformedReply(Exception):
     """A worker's answer contradicts the contract."""
 
 
-# ---- rows
+# ---- distributions
 
 
 def distributions_to_proto(
-    rows: Sequence[SparseDistribution], *, with_probs: bool = True
+    distributions: Sequence[SparseDistribution], *, with_probs: bool = True
 ) -> types_pb2.SparseDistributions:
-    """Pack rows; without probabilities only their supports."""
-    ids = [token for row in rows for token in row.token_ids]
-    probs = [prob for row in rows for prob in row.probs] if with_probs else []
+    """Pack distributions; without probabilities only their supports."""
+    ids = [token for distribution in distributions for token in distribution.token_ids]
+    probs = [prob for distribution in distributions for prob in distribution.probs] if with_probs else []
     return types_pb2.SparseDistributions(
-        sizes=np.array([len(row.token_ids) for row in rows], UINT32).tobytes(),
+        sizes=np.array([len(distribution.token_ids) for distribution in distributions], UINT32).tobytes(),
         token_ids=np.array(ids, UINT32).tobytes(),
         probs=np.array(probs, FLOAT32).tobytes(),
     )
@@ -52,7 +58,7 @@ def supports_from_proto(message: types_pb2.SparseDistributions) -> list[list[int
     sizes = _unpack(message.sizes, UINT32)
     ids = _unpack(message.token_ids, UINT32)
     if sum(sizes) != len(ids) or any(not 1 <= size <= MAX_SUPPORT_TOKENS for size in sizes):
-        raise MalformedReply(f"supports of sizes {sizes} with {len(ids)} token ids")
+        raise MalformedReply(f"supports of sizes {sizes[:8]} with {len(ids)} token ids")
     supports = _cut(ids, sizes)
     if any(len(set(support)) != len(support) for support in supports):
         raise MalformedReply("a support names a token twice")
@@ -66,12 +72,12 @@ def distributions_from_proto(message: types_pb2.SparseDistributions) -> list[Spa
     if len(values) != sum(map(len, supports)):
         raise MalformedReply(f"{len(values)} probabilities for {sum(map(len, supports))} tokens")
     cut = _cut(values, map(len, supports))
-    rows = [SparseDistribution(tuple(ids), tuple(probs)) for ids, probs in zip(supports, cut, strict=True)]
-    for row in rows:
+    distributions = [SparseDistribution(tuple(ids), tuple(probs)) for ids, probs in zip(supports, cut, strict=True)]
+    for distribution in distributions:
         # "not (>)" also catches NaN
-        if not all(prob > 0 for prob in row.probs) or not abs(sum(row.probs) - 1) < 1e-3:
-            raise MalformedReply("a row is not a probability distribution")
-    return rows
+        if not all(prob > 0 for prob in distribution.probs) or not abs(sum(distribution.probs) - 1) < 1e-3:
+            raise MalformedReply("a distribution is not positive, or does not sum to 1")
+    return distributions
 
 
 def _unpack(data: bytes, dtype: np.dtype[Any]) -> list[Any]:
@@ -86,36 +92,162 @@ def _cut(values: list[Any], sizes: Iterable[int]) -> list[list[Any]]:
     return [values[begin:end] for begin, end in pairwise(bounds)]
 
 
-# ---- proposals and scores
+# ---- proposals
+
+
+def proposal_to_proto(proposal: Proposal) -> draft_pb2.ProposeResponse:
+    """Pack a proposal; the caller adds cached_len and timing."""
+    shipped, sources = _shipped(proposal)
+    return draft_pb2.ProposeResponse(
+        tokens=proposal.tokens,
+        parents=() if proposal.is_chain else proposal.parents,
+        sources=sources,
+        distributions=distributions_to_proto(shipped),
+    )
+
+
+def score_to_proto(start: int, tokens: Sequence[int], proposal: Proposal) -> target_pb2.Score:
+    """Pack a round for the target: the committed tokens from `start` on, the draft tokens and their supports."""
+    shipped, sources = _shipped(proposal)
+    return target_pb2.Score(
+        start=start,
+        tokens=tokens,
+        draft_tokens=proposal.tokens,
+        parents=() if proposal.is_chain else proposal.parents,
+        sources=sources,
+        supports=distributions_to_proto(shipped, with_probs=False),
+    )
+
+
+def _shipped(proposal: Proposal) -> tuple[list[SparseDistribution], Sequence[int]]:
+    """Return the distributions to send, each once, and every token's source; one-hot ones need not be sent."""
+    places: dict[int, int] = {}  # by identity: siblings share an object
+    shipped, sources = [], []
+    for distribution in proposal.distributions:
+        if len(distribution.token_ids) == 1:
+            sources.append(0)
+            continue
+        if id(distribution) not in places:
+            shipped.append(distribution)
+            places[id(distribution)] = len(shipped)
+        sources.append(places[id(distribution)])
+    return shipped, () if sources == list(range(1, len(sources) + 1)) else sources
 
 
 def proposal_from_proto(message: draft_pb2.ProposeResponse, num_draft_tokens: int, vocab_size: int) -> Proposal:
-    """Check a draft worker's answer: at most K tokens, each in its own row's support, all inside the vocabulary."""
-    rows = distributions_from_proto(message.distributions)
+    """Check a draft worker's answer: a tree of at most K tokens, each in its own distribution's support."""
     tokens = tuple(message.tokens)
-    if not len(tokens) == len(rows) <= num_draft_tokens:
-        raise MalformedReply(f"{len(tokens)} tokens with {len(rows)} rows where {num_draft_tokens} were asked for")
-    if any(token not in row.token_ids for token, row in zip(tokens, rows, strict=True)):
-        raise MalformedReply("a token outside its own row's support")
-    if any(max(row.token_ids) >= vocab_size for row in rows):
+    if len(tokens) > num_draft_tokens:
+        raise MalformedReply(f"{len(tokens)} tokens where {num_draft_tokens} were asked for")
+    distributions = distributions_from_proto(message.distributions)
+    sources = _checked_sources(message.sources, len(tokens), len(distributions))
+    drawn_from = tuple(
+        distributions[source - 1] if source else one_hot(token) for token, source in zip(tokens, sources, strict=True)
+    )
+    if any(token not in distribution.token_ids for token, distribution in zip(tokens, drawn_from, strict=True)):
+        raise MalformedReply("a token outside the support of its own distribution")
+    if any(max(distribution.token_ids) >= vocab_size for distribution in drawn_from):
         raise MalformedReply(f"a token past the target's vocabulary of {vocab_size}")
-    return Proposal(tokens, tuple(rows))
+    return Proposal(tokens, drawn_from, checked_parents(message.parents, len(tokens)))
+
+
+def draft_supports_from_proto(message: target_pb2.Score) -> list[list[int]]:
+    """Return the support of each draft token's distribution, [N]. Raises MalformedReply."""
+    supports = supports_from_proto(message.supports)
+    sources = _checked_sources(message.sources, len(message.draft_tokens), len(supports))
+    drawn_from = [
+        supports[source - 1] if source else [token] for token, source in zip(message.draft_tokens, sources, strict=True)
+    ]
+    if any(token not in support for token, support in zip(message.draft_tokens, drawn_from, strict=True)):
+        raise MalformedReply("a support lacks its own draft token")
+    return drawn_from
+
+
+def _checked_sources(sources: Sequence[int], num_tokens: int, num_distributions: int) -> Sequence[int]:
+    """Return where each token was drawn from. Raises MalformedReply."""
+    sources = sources or range(1, num_tokens + 1)
+    if len(sources) != num_tokens or max(sources, default=0) > num_distributions:
+        raise MalformedReply(f"{num_tokens} tokens with {len(sources)} sources in {num_distributions} distributions")
+    if not {*range(1, num_distributions + 1)} <= {*sources}:
+        raise MalformedReply("a distribution that no token was drawn from")
+    return sources
+
+
+def checked_parents(parents: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+    """Return a tree's parents, empty for a chain. Raises MalformedReply for anything that is not a tree."""
+    if not parents:
+        return ()
+    if len(parents) != num_tokens or not is_tree(parents):
+        raise MalformedReply(f"{len(parents)} parents of {num_tokens} tokens that are not a tree, parents first")
+    return () if tuple(parents) == chain_parents(num_tokens) else tuple(parents)
+
+
+# ---- observations
+
+
+def observation_request_to_proto(request: ObservationRequest) -> types_pb2.ObservationRequest | None:
+    """Pack a request; None if it asks for nothing."""
+    if not request:
+        return None
+    return types_pb2.ObservationRequest(hidden_layers=request.hidden_layers, num_top_tokens=request.num_top_tokens)
+
+
+def observation_request_from_proto(message: types_pb2.ObservationRequest, num_layers: int) -> ObservationRequest:
+    """Check a request for a model of so many layers. Raises MalformedReply."""
+    layers = tuple(message.hidden_layers)
+    if len(layers) > MAX_OBSERVED_LAYERS or max(layers, default=0) > num_layers:
+        raise MalformedReply(f"layers {layers[:9]}; at most {MAX_OBSERVED_LAYERS} of 0 to {num_layers} can be observed")
+    if message.num_top_tokens > MAX_TOP_TOKENS:
+        raise MalformedReply(f"{message.num_top_tokens} top tokens; the maximum is {MAX_TOP_TOKENS}")
+    return ObservationRequest(layers, message.num_top_tokens)
+
+
+def observations_to_proto(observations: Observations) -> types_pb2.Observations:
+    """Pack observations."""
+    return types_pb2.Observations(
+        start=observations.start,
+        count=len(observations),
+        hidden_states=b"".join(observations.hidden_states),
+        top_tokens=b"".join(observations.top_tokens),
+    )
+
+
+def observations_from_proto(message: types_pb2.Observations) -> Observations:
+    """Split observations by token. Raises MalformedReply where the arrays cannot be split evenly."""
+    hidden, top = (_split(data, message.count) for data in (message.hidden_states, message.top_tokens))
+    if not hidden and not top:
+        raise MalformedReply("observations of nothing")
+    return Observations(message.start, hidden, top)
+
+
+def _split(data: bytes, count: int) -> tuple[bytes, ...]:
+    if not data:
+        return ()
+    if not count or len(data) % count:
+        raise MalformedReply(f"{len(data)} bytes of observations at {count} tokens")
+    size = len(data) // count
+    return tuple(data[begin : begin + size] for begin in range(0, len(data), size))
+
+
+# ---- scores
 
 
 def scores_to_proto(scores: Scores) -> target_pb2.ScoreResponse:
     """Pack the target's answer; the caller adds cached_len, timing and load."""
-    probs = [prob for row in scores.rows for prob in row.support_probs]
+    probs = [prob for position in scores.positions for prob in position.support_probs]
     return target_pb2.ScoreResponse(
         support_probs=np.array(probs, FLOAT32).tobytes(),
-        tail_mass=np.array([row.tail_mass for row in scores.rows], FLOAT32).tobytes(),
-        tail_tokens=np.array([row.tail_token for row in scores.rows], UINT32).tobytes(),
-        logprobs=[_logprobs_to_proto(row) for row in scores.logprobs],
+        tail_mass=np.array([position.tail_mass for position in scores.positions], FLOAT32).tobytes(),
+        tail_tokens=np.array([position.tail_token for position in scores.positions], UINT32).tobytes(),
+        logprobs=[_logprobs_to_proto(position) for position in scores.logprobs],
+        observations=observations_to_proto(scores.observations) if scores.observations else None,
     )
 
 
 def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, vocab_size: int) -> Scores:
     """Check a target worker's answer against the proposal it scored. Raises MalformedReply."""
-    sizes = [len(row.token_ids) for row in proposal.rows] + [0]
+    unions = proposal.unions()
+    sizes = [len(token_ids) for token_ids in unions]
     probs, mass, tokens = (
         _unpack(data, dtype)
         for data, dtype in (
@@ -126,25 +258,27 @@ def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, voc
         raise MalformedReply(f"{len(probs)} probabilities and {len(mass)} tails for supports of sizes {sizes}")
     if max(tokens) >= vocab_size:
         raise MalformedReply(f"tail token {max(tokens)} past the vocabulary of {vocab_size}")
-    rows = tuple(map(TargetDistribution, map(tuple, _cut(probs, sizes)), mass, tokens))
-    for row in rows:
-        _check_target_distribution(row)
+    positions = tuple(map(TargetDistribution, map(tuple, _cut(probs, sizes)), mass, tokens))
+    for position in positions:
+        _check_target_distribution(position)
     logprobs = tuple(map(_logprobs_from_proto, message.logprobs))
     if logprobs:
-        _check_logprobs(logprobs, proposal, tokens)
+        _check_logprobs(logprobs, unions, tokens)
         _check_top(logprobs, vocab_size)
-    return Scores(rows, logprobs)
+    observations = observations_from_proto(message.observations) if message.HasField("observations") else None
+    return Scores(positions, logprobs, observations)
 
 
-def _check_logprobs(logprobs: Sequence[PositionLogprobs], proposal: Proposal, tail_tokens: Sequence[int]) -> None:
-    """Raise MalformedReply unless each row has the log probability of every token that may be emitted there."""
+def _check_logprobs(
+    logprobs: Sequence[PositionLogprobs], unions: Sequence[Sequence[int]], tail_tokens: Sequence[int]
+) -> None:
+    """Raise MalformedReply unless each position has the log probability of every token that may be emitted there."""
     if len(logprobs) != len(tail_tokens):
-        raise MalformedReply(f"{len(logprobs)} rows of log probabilities for {len(tail_tokens)} positions")
-    supports = [row.token_ids for row in proposal.rows] + [()]
-    for row, support, tail_token in zip(logprobs, supports, tail_tokens, strict=True):
-        if not row.by_token.keys() >= {*support, tail_token}:
+        raise MalformedReply(f"{len(logprobs)} entries of log probabilities for {len(tail_tokens)} positions")
+    for position, token_ids, tail_token in zip(logprobs, unions, tail_tokens, strict=True):
+        if not position.by_token.keys() >= {*token_ids, tail_token}:
             raise MalformedReply("a token that may be emitted has no log probability")
-        if any(math.isnan(value) for value in row.by_token.values()):
+        if any(math.isnan(value) for value in position.by_token.values()):
             raise MalformedReply("a log probability is not a number")
 
 
@@ -157,7 +291,7 @@ def _check_top(logprobs: Sequence[PositionLogprobs], vocab_size: int) -> None:
 def _check_target_distribution(row: TargetDistribution) -> None:
     values = (*row.support_probs, row.tail_mass)
     if not all(value >= 0 for value in values) or not abs(sum(values) - 1) < 1e-3:
-        raise MalformedReply("a target row is not a probability distribution")
+        raise MalformedReply("the target's distribution does not sum to 1")
 
 
 def _logprobs_to_proto(row: PositionLogprobs) -> target_pb2.PositionLogprobs:

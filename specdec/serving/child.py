@@ -121,7 +121,7 @@ class Child:
 
 def format_event(entry: LogLine) -> str:
     """Return an event as one readable line: what happened, then its fields."""
-    common = ("event", "service", "level", "timestamp")
+    common = ("event", "service", "level", "timestamp", "logger", "frames")
     facts = [f"{name}={value}" for name, value in entry.items() if name not in common and value is not None]
     return " ".join([str(entry["event"]), *facts])
 

@@ -3,8 +3,9 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task, load_language_model
-from specdec.errors import Internal, Unavailable
-from specdec.serving.server import Server
+from specdec.errors import InternalError, UnavailableError
+from specdec.serving.background import in_background
+from specdec.serving.model_fingerprint import model_fingerprint
+from specdec.serving.server import Server, supervised
 from specdec.serving.settings import ModelSettings
 from specdec.serving.telemetry import get_logger
-from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
+from specdec.serving.tokenizer import fingerprint, is_here, load_tokenizer, num_token_ids, tokenizer_folder
 from specdec.types import ModelInfo
 
 STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
@@ -31,7 +34,11 @@ async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel,
     """
     torch.set_num_threads(settings.num_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
-    return await asyncio.to_thread(_load, settings, name)
+    begin = time.perf_counter()
+    get_logger().info("loading" if is_here(name) else "downloading", model=name)
+    loaded = await in_background(lambda: _load(settings, name))
+    get_logger().info("loaded", model=name, elapsed_s=round(time.perf_counter() - begin, 2))
+    return loaded
 
 
 def _load(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
@@ -55,6 +62,9 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
         dtype=str(model.dtype).removeprefix("torch."),
         device=model.device.type,
         eos_token_ids=eos_token_ids(folder),
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        fingerprint=model_fingerprint(folder, {"dtype": str(model.dtype), "quantisation": "none"}),
     )
 
 
@@ -89,13 +99,10 @@ async def running(
 ) -> AsyncIterator[None]:
     """Run the engine; while it makes no progress the server is not ready."""
     engine.start()
-    watching = asyncio.create_task(_watch(engine, server, stalled_s, watch_s))
     try:
-        yield
+        async with supervised(server, "engine watch", _watch(engine, server, stalled_s, watch_s)):
+            yield
     finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
         # a thread that hangs cannot be joined; it dies with the process
         if not engine.is_stalled(stalled_s):
             await asyncio.to_thread(engine.stop)
@@ -115,13 +122,13 @@ async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watc
 
 
 async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:
-    """Run a task to its end. Raises its SpecdecError or CacheMiss; Unavailable where the engine is gone."""
+    """Run a task to its end. Raises its SpecdecError or CacheMiss; UnavailableError where the engine is gone."""
     try:
         return await engine.run(task)
     except CacheMiss:
         raise
     except EngineError as error:
         if engine.is_stalled(math.inf):
-            raise Unavailable("the engine has stopped; ask another worker") from error
+            raise UnavailableError("the engine has stopped; ask another worker") from error
         get_logger().error("task_failed", error=type(error).__name__)
-        raise Internal from error
+        raise InternalError from error

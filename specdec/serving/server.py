@@ -7,7 +7,8 @@ SIGTERM: not serving, drain, close.
 import asyncio
 import gc
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -17,10 +18,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES
-from specdec.errors import Internal, InvalidArgument, SpecdecError, Unavailable
+from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
+from specdec.serving.background import leave
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
-from specdec.serving.telemetry import configure_logs, get_logger, serve_metrics
+from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
 
 MAX_METADATA_BYTES = 16 << 10
 
@@ -30,7 +32,7 @@ _SERVER_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", 16_384),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -70,7 +72,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _refuse(request: bytes, context: Any) -> None:
-    await context.abort_with_status(to_status(Unavailable("the server is loading or shutting down; try again soon")))
+    await context.abort_with_status(
+        to_status(UnavailableError("the server is loading or shutting down; try again soon"))
+    )
 
 
 def _wrapped(handler: Any) -> Any:
@@ -95,7 +99,7 @@ def _wrapped(handler: Any) -> Any:
         except Exception as error:
             # the type alone: a message could quote a prompt
             get_logger().error("call_failed", error=type(error).__name__, where=_where(error))
-            failure = Internal()
+            failure = InternalError()
         await context.abort_with_status(to_status(failure))
 
     return make(call, parse, handler.response_serializer)
@@ -110,9 +114,9 @@ def _where(error: BaseException) -> str:
 
 
 def _parsed(request: Any) -> Any:
-    """Return the request, or the stream of requests; raise InvalidArgument for one that could not be parsed."""
+    """Return the request, or the stream of requests; raise InvalidArgumentError for one that could not be parsed."""
     if isinstance(request, Malformed):
-        raise InvalidArgument({"request": "is not a valid message; check field types and that strings are UTF-8"})
+        raise InvalidArgumentError({"request": "is not a valid message; check field types and that strings are UTF-8"})
     return _parsed_stream(request) if hasattr(request, "__aiter__") else request
 
 
@@ -167,6 +171,26 @@ class Server:
         await self.grpc.stop(self._settings.drain_s)
 
 
+@asynccontextmanager
+async def supervised(server: Server, name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a task while the context lasts. If it ends by itself the service fails, and with it the process."""
+
+    def note(ended: "asyncio.Task[None]") -> None:
+        if not ended.cancelled():
+            error = ended.exception()
+            facts = {"error": type(error).__name__, "where": _where(error)} if error else {}
+            get_logger().error("task_ended", task=name, **facts)
+            server.fail(f"its task {name} has ended ({facts.get('error', 'without an error')}); start it again")
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(note)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 Build = Callable[[Server], AbstractAsyncContextManager[None]]
 """Adds the handlers, loads what they need, yields when the service can work, and tidies up after the last call."""
 
@@ -188,9 +212,22 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
         await server.grpc.stop(0)
 
 
+def run_process(
+    settings: ServiceSettings, program: str, name: str, service: str, build: Build, *refusals: type[Exception]
+) -> None:
+    """Run one service as this process until it is told to stop; exit with 1 and one sentence for what it refuses."""
+    expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
+    try:
+        asyncio.run(run_service(settings, name, service, build))
+    except expected as error:
+        sys.exit(f"{program}: {error}")
+    leave()
+
+
 async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:
     """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
     configure_logs(name, settings.log_level, settings.log_format)
+    asyncio.get_running_loop().set_exception_handler(log_unhandled)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec import messages
-from specdec.errors import Fenced, InvalidArgument
+from specdec.errors import FencedError, InvalidArgumentError
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 
+MAX_SESSION_ID_CHARACTERS = 128
 MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; one that falls out has not been heard of for as many sessions
 
 
@@ -35,7 +36,7 @@ class Session:
 
 
 def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None) -> Session:
-    """Check a stream's first message. Raises InvalidArgument."""
+    """Check a stream's first message. Raises InvalidArgumentError."""
     sampling = check_open(message, vocab_size)
     return Session(message.session_id, message.epoch, sampling, message.num_prompt_tokens)
 
@@ -48,10 +49,12 @@ class EpochFence:
         self._max_sessions = max_sessions
 
     def check(self, session: Session) -> None:
-        """Take note of the session's epoch. Raises Fenced if a higher one has come."""
+        """Take note of the session's epoch. Raises FencedError if a higher one has come."""
         highest = self._epochs.get(session.session_id, 0)
         if session.epoch < highest:
-            raise Fenced(f"the session is at epoch {highest}, this stream at {session.epoch}; its owner has changed")
+            raise FencedError(
+                f"the session is at epoch {highest}, this stream at {session.epoch}; its owner has changed"
+            )
         self._epochs[session.session_id] = session.epoch
         self._epochs.move_to_end(session.session_id)
         if len(self._epochs) > self._max_sessions:
@@ -67,13 +70,13 @@ class SessionStream:
         self.closed = False  # by a message, not by a bare end
 
     async def opening(self) -> Any:
-        """Return the first message's `open`; None where the stream ends at once. Raises InvalidArgument."""
+        """Return the first message's `open`; None where the stream ends at once. Raises InvalidArgumentError."""
         async for request in self._requests:
             return self._expect(request, "open")
         return None
 
     async def rounds(self) -> AsyncIterator[Any]:
-        """Give the rounds up to `close` or the stream's end. Raises InvalidArgument."""
+        """Give the rounds up to `close` or the stream's end. Raises InvalidArgumentError."""
         async for request in self._requests:
             if request.WhichOneof("payload") == "close":
                 self.closed = True
@@ -84,7 +87,7 @@ class SessionStream:
         given = request.WhichOneof("payload")
         if given != field:
             order = f"open, then {self._round_field} once a round, then close"
-            raise InvalidArgument({"message": f"is {given or 'empty'} where {field} is due; a stream is: {order}"})
+            raise InvalidArgumentError({"message": f"is {given or 'empty'} where {field} is due; a stream is: {order}"})
         return getattr(request, field)
 
 
@@ -101,9 +104,10 @@ def open_session(
 
 
 def check_open(message: types_pb2.OpenSession, vocab_size: int | None) -> SamplingParams:
-    """Check a stream's first message in a worker. Raises InvalidArgument."""
-    if not message.session_id or message.epoch < 1:
-        raise InvalidArgument({"open": "needs a session_id and an epoch of at least 1"})
+    """Check a stream's first message in a worker. Raises InvalidArgumentError."""
+    if not 1 <= len(message.session_id) <= MAX_SESSION_ID_CHARACTERS or message.epoch < 1:
+        needs = f"a session_id of 1 to {MAX_SESSION_ID_CHARACTERS} characters and an epoch of at least 1"
+        raise InvalidArgumentError({"open": f"needs {needs}"})
     if not message.sampling.HasField("seed"):
-        raise InvalidArgument({"open.session.sampling.seed": "is unset; workers need the resolved seed"})
+        raise InvalidArgumentError({"open.session.sampling.seed": "is unset; workers need the resolved seed"})
     return messages.sampling_from_proto(message.sampling, vocab_size)

@@ -1,4 +1,4 @@
-"""Settings of the three services: one class each, read from flags and from SPECDEC_... variables; flags win.
+"""Settings of the services: a class each, read from flags and from SPECDEC_... variables; flags win.
 
 Nothing unknown is accepted: a flag or variable that no setting owns stops the start and names the nearest that exists.
 """
@@ -7,13 +7,11 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
-
-from specdec.exact.values import MAX_SUPPORT_TOKENS
-from specdec.types import MAX_DRAFT_TOKENS
 
 ENV_PREFIX = "SPECDEC_"
 
@@ -53,44 +51,6 @@ class ModelSettings(ServiceSettings):
     num_threads: int = Field(1, ge=1, le=1024, description="threads of a forward on the CPU")
     max_batch_tokens: int = Field(2048, ge=1, description="most tokens in a forward")
     prefill_chunk_tokens: int = Field(512, ge=1, description="most tokens of one session's prompt in a forward")
-
-
-class TargetSettings(ModelSettings):
-    """The target worker: `python -m target_service`."""
-
-    model: str = Field(..., description="hub id or folder of the target model")
-    port: Port = Field(50053, description="port to listen on; 0 takes a free one and logs it")
-
-
-class DraftSettings(ModelSettings):
-    """The draft worker: `python -m draft_service`."""
-
-    drafters: str = Field("model", description="drafters on offer, comma separated, default first: model, ngram")
-    model: str | None = Field(None, description="hub id or folder of the draft model; needed for the drafter `model`")
-    port: Port = Field(50052, description="port to listen on; 0 takes a free one and logs it")
-    support_mass: float = Field(0.99, gt=0, le=1, description="a row is cut to the fewest tokens with this mass")
-    support_max: int = Field(64, ge=1, le=MAX_SUPPORT_TOKENS, description="most tokens of a row's support")
-    draft_ahead: bool = Field(True, description="draft the next round while the target scores and nobody else asks")
-    ngram_max: int = Field(4, ge=1, le=32, description="longest suffix that the drafter `ngram` looks up, in tokens")
-    ngram_min: int = Field(1, ge=1, le=32, description="shortest suffix that the drafter `ngram` looks up, in tokens")
-
-
-class CoordinatorSettings(ServiceSettings):
-    """The coordinator: `python -m coordinator`."""
-
-    target: str = Field("127.0.0.1:50053", description="address of the target workers, host:port or dns:///host:port")
-    draft: str | None = Field("127.0.0.1:50052", description="address of the draft workers; empty: plain decoding")
-    tokenizer: str = Field(..., description="hub id or folder of the target model; only its tokenizer is read")
-    store: str = Field("embedded", description="embedded, or redis://, rediss:// or unix:// for sessions in Redis")
-    session_ttl_s: float = Field(3600.0, ge=1, description="seconds that a session is kept after its last commit")
-    max_sessions: int = Field(1024, ge=1, description="most sessions generated at once; more: RESOURCE_EXHAUSTED")
-    max_new_tokens: int = Field(4096, ge=1, description="most tokens a request may generate; also the default")
-    max_draft_tokens: int = Field(
-        8, ge=0, le=MAX_DRAFT_TOKENS, description="most draft tokens a round where the request leaves it automatic"
-    )
-    draft_timeout_s: float = Field(2.0, gt=0, description="a draft worker that takes longer is done without")
-    score_timeout_s: float = Field(60.0, gt=0, description="a target worker that takes longer is tried again")
-    target_patience_s: float = Field(30.0, ge=0, description="seconds a session waits for a target worker to be back")
 
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
@@ -140,3 +100,9 @@ def _stop(program: str, sentences: Sequence[str]) -> NoReturn:
     for sentence in sentences:
         print(f"{program}: {sentence}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def settings_of(module: str) -> type[ServiceSettings]:
+    """Return the settings of the service that `python -m module` runs, from its own `settings.py`."""
+    kind: type[ServiceSettings] = import_module(f"{module}.settings").SETTINGS
+    return kind

@@ -1,12 +1,17 @@
 """Logs and metrics: facts with fixed fields, and never a prompt, a token or a text.
 
 One event a request at info, one a round at debug. Field `event` names the fact; everything else is a number, an id or a
-name. Metrics are served by prometheus_client on a port of their own.
+name. What libraries, the event loop, warnings and uncaught exceptions have to say takes the same way, one line each.
+Metrics are served by prometheus_client on a port of their own.
 """
 
+import asyncio
 import logging
 import sys
-from typing import Literal
+import threading
+from collections.abc import MutableMapping
+from types import TracebackType
+from typing import Any, Literal
 
 import prometheus_client
 import structlog
@@ -15,27 +20,82 @@ from specdec.serving.settings import ServiceSettings
 
 # 1 ms is what a token costs on a fast GPU with a small draft; 10 s is a long prompt on a CPU
 LATENCY_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+MAX_MESSAGE_CHARACTERS = 300  # of an exception; a longer one might quote what it was given
+MAX_FRAMES = 30
+OURS = "specdec"  # the loggers of our own packages that log by the standard library are below it
 
 Logger = structlog.stdlib.BoundLogger
+Event = MutableMapping[str, Any]
 
 
 def configure_logs(service: str, level: str, log_format: Literal["json", "text"]) -> None:
-    """Send this process's logs to standard error, each line with the service's name."""
-    render: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if log_format == "json" else structlog.dev.ConsoleRenderer(colors=False)
-    )
+    """Send all of this process's logs to standard error, one line an event, each with the service's name."""
+    number = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        lambda _, __, event: {"service": service, **event},
+        describe_exception,
+    ]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            lambda _, __, event: {"service": service, **event},
-            render,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=lambda *_: logging.getLogger(OURS),
         cache_logger_on_first_use=True,
     )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_formatter(shared, log_format))
+    logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
+    logging.getLogger(OURS).setLevel(number)
+    logging.captureWarnings(True)
+    sys.excepthook = log_uncaught
+    threading.excepthook = lambda given: log_uncaught(given.exc_type, given.exc_value, given.exc_traceback)
+
+
+def _formatter(
+    shared: list[structlog.typing.Processor], log_format: Literal["json", "text"]
+) -> structlog.stdlib.ProcessorFormatter:
+    render: structlog.typing.Processor = (
+        structlog.processors.JSONRenderer(default=str)
+        if log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=False)
+    )
+    from_libraries = [structlog.stdlib.add_logger_name, *shared]
+    remove = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=from_libraries, processors=[remove, render])
+
+
+def describe_exception(_: Any, __: str, event: Event) -> Event:
+    """Replace an event's exception by fields of one line: its type, the beginning of its message, its frames."""
+    given = event.pop("exc_info", None)
+    error = sys.exc_info()[1] if given is True else given[1] if isinstance(given, tuple) else given
+    if isinstance(error, BaseException):
+        event["error"] = type(error).__name__
+        event["message"] = str(error)[:MAX_MESSAGE_CHARACTERS]
+        event["frames"] = _frames(error.__traceback__)
+    return event
+
+
+def _frames(trace: TracebackType | None) -> list[str]:
+    """Return file, line and function of each frame, the innermost last."""
+    frames = []
+    while trace:
+        code = trace.tb_frame.f_code
+        frames.append(f"{code.co_filename}:{trace.tb_lineno} {code.co_name}")
+        trace = trace.tb_next
+    return frames[-MAX_FRAMES:]
+
+
+def log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Log what nobody caught; in the main thread it is about to end the process."""
+    if not issubclass(kind, KeyboardInterrupt | SystemExit):
+        get_logger().critical("uncaught", exc_info=(kind, error or kind(), trace))
+
+
+def log_unhandled(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log what no task of the event loop caught."""
+    get_logger().error("unhandled", what=context["message"], exc_info=context.get("exception"))
 
 
 def get_logger() -> Logger:

@@ -4,13 +4,13 @@ import hashlib
 import json
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 # everything beside the weights that says what a model's tokens mean
-FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", "config.json", "generation_config.json")
+FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", CONFIG_FILE, "generation_config.json")
 
 
 class TokenizerMissing(ValueError):
@@ -34,6 +34,16 @@ def tokenizer_folder(name_or_path: str) -> Path:
     return folder
 
 
+def is_here(name_or_path: str) -> bool:
+    """Say whether a model is a folder, or a hub model of which something is in the local cache."""
+    if Path(name_or_path).expanduser().is_dir() or name_or_path.count("/") > 1:
+        return True
+    try:
+        return isinstance(try_to_load_from_cache(name_or_path, CONFIG_FILE), str)
+    except HFValidationError:
+        return True  # no hub id at all, which the loader says better
+
+
 def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
@@ -46,9 +56,13 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
     """Return the tokenizer of a folder or hub id. Raises TokenizerMissing."""
     file = tokenizer_folder(name_or_path) / TOKENIZER_FILE
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerMissing(f"{file} is not a tokenizer: {error}") from error
+    # some files ask for both, and a prompt would be cut in silence
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -8,21 +8,24 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
 
-from specdec import errors
-from specdec.cli import app
+from coordinator.settings import CoordinatorSettings
+from draft_service.settings import SETTINGS as DraftSettings
+from specdec import cli, errors
 from specdec.serving.child import Child, LogLine, format_event, parse_line
 from specdec.serving.local import Options, coordinator_command, default_threads, environment_of, worker_commands
-from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings, load
+from specdec.serving.settings import load, variable_names
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
+from target_service.settings import TargetSettings
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
 from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_at, sends, served
@@ -61,20 +64,38 @@ def dead_port() -> int:
 
 
 def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcome:
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", **(environment or {})})
-    return Outcome(result.exit_code, result.stdout, result.stderr)
+    """Run the command in this process, with these variables and no others of specdec."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
+    out, err = StringIO(), StringIO()
+    with (
+        mock.patch.dict(os.environ, kept | {**(environment or {})}, clear=True),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as end,
+    ):
+        cli.main(arguments)
+    assert isinstance(end.value.code, int)
+    return Outcome(end.value.code, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["generate", "--temprature", "1", "x"], "--temperature"),
-        (["genrate", "x"], "generate"),
-        (["generate"], "Missing argument"),
-        (["generate", "x", "--top-k", "many"], "--top-k"),
-        (["generate", "x", "--logit-bias", "3"], "'3' is not ID=BIAS"),
+        (["generate", "--temprature", "1", "x"], "unknown flag --temprature; the nearest is --temperature"),
+        (["up", "--traget", "x"], "unknown flag --traget; the nearest is --target"),
+        (["genrate", "x"], "unknown command 'genrate'; the nearest is 'generate'"),
+        (["session", "shw"], "unknown command 'shw'; the nearest is 'show'"),
+        (["generate"], "required: PROMPT"),
+        (["generate", "x", "y"], "y"),
+        (["generate", "x", "--stop"], "--stop"),
+        (["generate", "x", "--top-k", "many"], "--top-k is 'many'; give a whole number of at least 0"),
+        (["generate", "x", "--top-p", "7"], "--top-p is 7; give a number in (0, 1]"),
+        (["generate", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0; give a whole number of at least 1"),
+        (["generate", "x", "--num-draft-tokens", "33"], "from 0 to 32"),
+        (["generate", "x", "--acceptance-rule", "both"], "'token', 'block'"),
+        (["generate", "x", "--logit-bias", "3"], "--logit-bias is '3'; give ID=BIAS"),
         (["generate", "x", "--address", "localhost"], "give host:port"),
-        (["session", "resume", "x", "--digest", "xyz"], "'xyz' is no digest"),
+        (["session", "resume", "x", "--digest", "xyz"], "--digest is 'xyz'; give the 32 hexadecimal digits"),
         (["up"], "--target"),
         (["up", "--target", "x", "--port", "99999"], "--port"),
         (["up", "--target", "x", "--dtype", "int8"], "bfloat16"),
@@ -85,28 +106,66 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["generate", "x", "--seed", "-1"], "--seed"),
     ],
 )
-def test_wrong_usage_is_named_with_the_remedy(arguments: list[str], sentence: str) -> None:
+def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> None:
     outcome = run(*arguments)
     assert outcome.code == 2
     assert sentence in outcome.err
+    assert outcome.err.startswith("specdec: ")
+    assert len(outcome.err.splitlines()) == 1
     assert outcome.out == ""
 
 
-def test_an_unknown_variable_names_the_nearest() -> None:
+@pytest.mark.parametrize("name", ["SPECDEC_ADRESS", "SPECDEC_ADDR", "SPECDEC_ADDRESSES"])
+def test_misspelt_address_variable_is_refused(name: str, dead_port: int) -> None:
+    outcome = run("generate", "x", environment={name: f"127.0.0.1:{dead_port}"})
+    assert outcome == Outcome(2, "", f"specdec: unknown variable {name}; the nearest is SPECDEC_ADDRESS\n")
+
+
+@pytest.mark.parametrize(
+    "name", [name for kind in (CoordinatorSettings, TargetSettings, DraftSettings) for name in variable_names(kind)]
+)
+def test_variables_of_services_are_ignored(name: str, dead_port: int) -> None:
+    outcome = run("model", "--address", f"127.0.0.1:{dead_port}", environment={name: "x"})
+    assert outcome.code == 1
+    assert "no specdec answers" in outcome.err
+
+
+@pytest.mark.parametrize("words", [[], ["session"]])
+def test_no_command_prints_the_help(words: list[str]) -> None:
+    outcome = run(*words)
+    assert outcome.code == 2
+    assert "COMMAND" in outcome.out
+
+
+@pytest.mark.parametrize(
+    "words", [["generate"], ["session"], ["session", "resume"], ["model"], ["version"], ["up"], []]
+)
+def test_help_is_no_error(words: list[str]) -> None:
+    outcome = run(*words, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "usage: specdec" in outcome.out
+
+
+def test_prompt_may_look_like_a_flag(dead_port: int) -> None:
+    outcome = run("generate", "--address", f"127.0.0.1:{dead_port}", "--", "--no-such-flag")
+    assert "no specdec answers" in outcome.err
+
+
+def test_unknown_variable_of_up_names_the_nearest() -> None:
     outcome = run("up", "--target", "org/name", environment={"SPECDEC_LOG_LEVL": "debug"})
     assert outcome.code == 2
     assert "SPECDEC_LOG_LEVL; the nearest is SPECDEC_LOG_LEVEL" in outcome.err
 
 
 @pytest.mark.parametrize("name", ["STORE", "PORT", "DEVICE", "METRICS_PORT", "NUM_THREADS", "MODEL"])
-def test_a_variable_that_a_flag_would_override_is_refused(name: str) -> None:
+def test_overridden_variable_is_refused(name: str) -> None:
     """A Redis in the environment that is not used would lose sessions silently."""
     outcome = run("up", "--target", "org/name", "--port", "0", environment={f"SPECDEC_{name}": "1"})
     assert outcome.code == 2
     assert f"SPECDEC_{name} has no effect here" in outcome.err
 
 
-def test_a_port_in_use_is_said_before_anything_starts() -> None:
+def test_port_in_use_stops_the_start() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -119,7 +178,7 @@ def test_a_port_in_use_is_said_before_anything_starts() -> None:
     )
 
 
-def test_a_redis_that_is_not_there_is_said_without_its_password(dead_port: int) -> None:
+def test_missing_redis_is_named_without_password(dead_port: int) -> None:
     outcome = run("up", "--target", "org/name", "--port", "0", "--store", f"redis://:secret@127.0.0.1:{dead_port}/0")
     sentence = f"specdec: no Redis answers on 127.0.0.1:{dead_port}; start one there, or leave --store embedded\n"
     assert outcome == Outcome(1, "", sentence)
@@ -128,7 +187,7 @@ def test_a_redis_that_is_not_there_is_said_without_its_password(dead_port: int) 
 @pytest.mark.parametrize(
     "command", [["generate", "x"], ["model"], ["session", "show", "s"], ["session", "cancel", "s"]]
 )
-def test_a_dead_server_is_said_with_the_remedy(command: list[str], dead_port: int) -> None:
+def test_dead_server_is_named_with_the_remedy(command: list[str], dead_port: int) -> None:
     address = f"127.0.0.1:{dead_port}"
     outcome = run(*command, environment={"SPECDEC_ADDRESS": address})
     remedy = "start one with `specdec up --target DIR --draft DIR`"
@@ -153,7 +212,7 @@ async def address(service: Service) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
 
 
-async def test_every_option_arrives(service: Service, address: str) -> None:
+async def test_every_flag_arrives(service: Service, address: str) -> None:
     service.acts = [sends(*WHOLE)]
     sampling = [
         *("--temperature", "0.5", "--top-k", "7", "--top-p", "0.75", "--min-p", "0.25", "--seed", "11"),
@@ -161,7 +220,7 @@ async def test_every_option_arrives(service: Service, address: str) -> None:
         *("--logit-bias", "42=-1.5", "--logit-bias", "7=2", "--stop", "END", "--stop", "\n\n", "--stop-token-id", "9"),
         *("--max-new-tokens", "5", "--num-logprobs", "0", "--ignore-eos"),
     ]
-    speculation = ["--num-draft-tokens", "0", "--drafter", "ngram"]
+    speculation = ["--num-draft-tokens", "0", "--drafter", "ngram", "--acceptance-rule", "block"]
     outcome = await specdec(
         "generate", "hi", "--address", address, "--request-id", "r", "--chat", *sampling, *speculation
     )
@@ -186,12 +245,14 @@ async def test_every_option_arrives(service: Service, address: str) -> None:
                 stop_token_ids=[9],
                 ignore_eos=True,
             ),
-            speculation=types_pb2.SpeculationParams(num_draft_tokens=0, drafter="ngram"),
+            speculation=types_pb2.SpeculationParams(
+                num_draft_tokens=0, drafter="ngram", acceptance_rule=types_pb2.ACCEPTANCE_RULE_BLOCK
+            ),
         )
     ]
 
 
-async def test_a_pipe_gets_the_text_alone_and_standard_error_one_line(service: Service, address: str) -> None:
+async def test_pipe_gets_the_text_alone(service: Service, address: str) -> None:
     service.acts = [sends(*WHOLE)]
     outcome = await specdec("generate", "-", "--address", address, text="größer".encode())
     assert outcome.out == TEXT
@@ -202,7 +263,7 @@ async def test_a_pipe_gets_the_text_alone_and_standard_error_one_line(service: S
     assert service.asked[0].text == "größer"
 
 
-async def test_input_that_is_no_text_is_refused(service: Service, address: str) -> None:
+async def test_input_must_be_utf8(service: Service, address: str) -> None:
     outcome = await specdec("generate", "-", "--address", address, text=b"ab\xff")
     assert outcome == Outcome(2, "", "specdec: standard input is not UTF-8 (byte 2); convert it first\n")
 
@@ -226,7 +287,7 @@ async def test_json_is_one_object_a_chunk(service: Service, address: str) -> Non
     assert outcome.err == ""
 
 
-async def test_a_terminal_shows_each_tokens_origin_in_colour(service: Service, address: str) -> None:
+async def test_terminal_shows_token_origin_in_colour(service: Service, address: str) -> None:
     service.acts = [sends(*WHOLE)]
     master, slave = pty.openpty()
     process = await start("generate", "x", "--address", address, stdout=slave)
@@ -246,18 +307,18 @@ def read_terminal(master: int) -> str:
     return shown.decode()
 
 
-async def test_a_servers_errors_become_one_sentence(service: Service, address: str) -> None:
+async def test_server_error_becomes_one_sentence(service: Service, address: str) -> None:
     service.acts = [
-        sends(then=errors.InvalidArgument({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"})),
-        sends(then=errors.NotFound("there is no such session")),
+        sends(then=errors.InvalidArgumentError({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"})),
+        sends(then=errors.NotFoundError("there is no such session")),
     ]
-    wrong = await specdec("generate", "x", "--address", address, "--top-p", "7")
+    wrong = await specdec("generate", "x", "--address", address)
     assert wrong == Outcome(2, "", "specdec: sampling.top_p is 7; give a number in (0, 1], or leave it unset\n")
     gone = await specdec("session", "show", "s-9", "--address", address)
     assert gone == Outcome(1, "", "specdec: there is no such session\n")
 
 
-async def test_sessions_are_shown_cancelled_and_resumed(service: Service, address: str) -> None:
+async def test_session_commands(service: Service, address: str) -> None:
     shown = pb.GetSessionResponse(
         session_id=SESSION,
         status=pb.SESSION_STATUS_ACTIVE,
@@ -304,7 +365,7 @@ class Endless:
         await asyncio.Event().wait()
 
 
-async def test_ctrl_c_cancels_and_says_how_to_go_on(service: Service, address: str) -> None:
+async def test_ctrl_c_cancels_and_names_the_session(service: Service, address: str) -> None:
     endless = Endless(asyncio.Event(), asyncio.Event())
     service.acts = [endless]
     process = await start("generate", "x", "--address", address)
@@ -314,12 +375,12 @@ async def test_ctrl_c_cancels_and_says_how_to_go_on(service: Service, address: s
     _, err = await process.communicate()
     assert (process.returncode, err.decode()) == (
         130,
-        f"specdec: `specdec session resume {SESSION}` prints it again and goes on\n",
+        f"specdec: `specdec session resume {SESSION}` prints it again and continues\n",
     )
     await endless.cancelled.wait()
 
 
-async def test_a_reader_that_leaves_is_not_an_error_to_shout_about(service: Service, address: str) -> None:
+async def test_closed_pipe_ends_quietly(service: Service, address: str) -> None:
     endless = Endless(asyncio.Event(), asyncio.Event())
     service.acts = [endless]
     reader, writer = os.pipe()
@@ -333,7 +394,7 @@ async def test_a_reader_that_leaves_is_not_an_error_to_shout_about(service: Serv
     await endless.cancelled.wait()
 
 
-async def test_an_output_that_is_full_is_said(service: Service, address: str) -> None:
+async def test_full_output_is_an_error(service: Service, address: str) -> None:
     service.acts = [sends(*WHOLE)]
     full = os.open("/dev/full", os.O_WRONLY)
     process = await start("generate", "x", "--address", address, stdout=full)
@@ -346,11 +407,11 @@ async def test_an_output_that_is_full_is_said(service: Service, address: str) ->
 
 
 @pytest.mark.parametrize(("num_cores", "threads"), [(1, (1, 1)), (2, (1, 1)), (4, (2, 1)), (8, (4, 2)), (64, (32, 4))])
-def test_threads_leave_room_for_each_other(num_cores: int, threads: tuple[int, int]) -> None:
+def test_threads_share_the_cores(num_cores: int, threads: tuple[int, int]) -> None:
     assert default_threads(num_cores) == threads
 
 
-def test_the_services_understand_what_they_are_started_with() -> None:
+def test_services_accept_their_flags() -> None:
     options = Options("models/target", "models/draft", port=7, num_drafts=2, metrics_ports=9000, drain_s=1.5)
     target, *drafts = worker_commands(options, num_cores=8)
     coordinator = coordinator_command(options, [1], [2, 3])
@@ -365,7 +426,7 @@ def test_the_services_understand_what_they_are_started_with() -> None:
     assert (settings.tokenizer, settings.port, settings.metrics_port) == ("models/target", 7, 9000)
 
 
-def test_drafting_can_do_without_a_model_or_be_left_out() -> None:
+def test_draft_model_is_optional() -> None:
     options = Options("t", "ngram")
     [_, draft] = worker_commands(options, num_cores=2)
     settings: Any = load(DraftSettings, "draft", draft.flags)
@@ -375,7 +436,14 @@ def test_drafting_can_do_without_a_model_or_be_left_out() -> None:
     assert not plain.draft
 
 
-def test_each_service_gets_the_variables_that_it_knows() -> None:
+def test_the_stores_address_is_on_no_command_line() -> None:
+    """It may hold a password, and every user of the machine can read command lines."""
+    command = coordinator_command(Options("t", store="redis://:secret@127.0.0.1/0"), [1], [])
+    assert not any("secret" in flag for flag in command.flags)
+    assert environment_of(command, {})["SPECDEC_STORE"] == "redis://:secret@127.0.0.1/0"
+
+
+def test_services_get_their_own_variables() -> None:
     [target, draft] = worker_commands(Options("t", "d", target_threads=3), num_cores=2)
     mine = {"PATH": "/bin", "SPECDEC_ADDRESS": "x", "SPECDEC_LOG_LEVEL": "debug", "SPECDEC_SUPPORT_MAX": "5"}
     seen = environment_of(target, mine)
@@ -418,7 +486,7 @@ async def child_of(source: str, folder: Path, lines: list[LogLine]) -> Child:
     return await Child.start("toy", "toy_service", [], environment, lambda _, line: lines.append(line))
 
 
-async def test_a_child_that_will_not_end_is_killed(tmp_path: Path) -> None:
+async def test_stubborn_child_is_killed(tmp_path: Path) -> None:
     lines: list[LogLine] = []
     child = await child_of(STUBBORN, tmp_path, lines)
     assert await child.port == 5
@@ -426,7 +494,7 @@ async def test_a_child_that_will_not_end_is_killed(tmp_path: Path) -> None:
     assert child.describe_end() == "the toy was killed by SIGKILL"
 
 
-async def test_a_child_that_ends_has_last_words(tmp_path: Path) -> None:
+async def test_child_keeps_its_last_error_line(tmp_path: Path) -> None:
     lines: list[LogLine] = []
     child = await child_of(FAILING, tmp_path, lines)
     assert await child.ended == 3
@@ -539,7 +607,7 @@ async def test_up_serves_and_ctrl_c_ends_it(models: tuple[str, str]) -> None:
         await all_gone([*children.values()])
 
 
-async def test_a_second_signal_does_not_wait_for_a_stream_that_hangs(models: tuple[str, str]) -> None:
+async def test_second_signal_ends_hanging_streams(models: tuple[str, str]) -> None:
     async with up("--target", models[0], "--draft", "none", "--drain-s", "3600") as running:
         address = await running.ready()
         children = running.children
@@ -565,7 +633,7 @@ async def test_no_child_survives_a_killed_parent(models: tuple[str, str]) -> Non
         await all_gone([*children.values()])
 
 
-async def test_one_dead_child_takes_the_rest_down(models: tuple[str, str]) -> None:
+async def test_one_dead_child_ends_the_others(models: tuple[str, str]) -> None:
     async with up("--target", models[0], "--draft", "ngram") as running:
         await running.ready()
         children = running.children
@@ -575,7 +643,7 @@ async def test_one_dead_child_takes_the_rest_down(models: tuple[str, str]) -> No
         await all_gone([*children.values()])
 
 
-async def test_a_model_that_cannot_be_served_is_said_in_one_sentence(tmp_path: Path) -> None:
+async def test_unservable_model_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with up("--target", str(tmp_path)) as running:
         assert await running.ended() == 1

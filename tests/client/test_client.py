@@ -1,20 +1,28 @@
-"""The client against a service that breaks where a test says: the text comes whole, or an error does."""
+"""The asynchronous client against a service that breaks as the test says: the text comes whole, or an error does."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
 import pytest
 
-from specdec import client as client_module
-from specdec import errors
-from specdec.channel import MAX_MESSAGE_BYTES
-from specdec.client import Client, FinishReason, Message, SamplingParams, SessionStatus, SpeculationParams, TokenOrigin
+import specdec
+from specdec import (
+    AsyncClient,
+    ChatMessage,
+    FinishReason,
+    SamplingParams,
+    SessionStatus,
+    SpeculationParams,
+    TokenOrigin,
+)
+from specdec.channel import open_channel
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
-from tests.support.scripted import SESSION, TEXT, TOKENS, WHOLE, Send, Service, chunk, digest_at, sends, served
+from tests.support.scripted import SESSION, TEXT, TOKENS, WHOLE, Act, Send, Service, chunk, digest_at, sends, served
 
 
 @pytest.fixture
@@ -23,16 +31,40 @@ def service() -> Service:
 
 
 @pytest.fixture
-async def client(service: Service, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Client]:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
-    async with served(service) as port, Client(f"127.0.0.1:{port}") as client:
+async def client(service: Service) -> AsyncIterator[AsyncClient]:
+    async with served(service) as port, AsyncClient(f"127.0.0.1:{port}") as client:
         yield client
+
+
+def answers(message: object) -> Act:
+    """An act that answers a call with one message."""
+
+    async def act(request: Any, send: Send, context: Any) -> None:
+        await send(message)
+
+    return act
+
+
+class Endless:
+    """An act that sends the first chunk and then nothing, and notes that the call was cancelled."""
+
+    def __init__(self, *, begins: bool = True) -> None:
+        self.arrived = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self._begins = begins
+
+    async def __call__(self, request: Any, send: Send, context: Any) -> None:
+        context.add_done_callback(lambda _: self.cancelled.set())
+        if self._begins:
+            await send(**WHOLE[0])
+        self.arrived.set()
+        await asyncio.Event().wait()
 
 
 # ---- what is sent, what comes
 
 
-async def test_chunks_come_as_they_were_committed(service: Service, client: Client) -> None:
+async def test_chunks_arrive_as_committed(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE)]
     chunks = [chunk async for chunk in client.generate("hello")]
     assert [one.offset for one in chunks] == [0, 2, 3, 6]
@@ -43,7 +75,7 @@ async def test_chunks_come_as_they_were_committed(service: Service, client: Clie
     assert [one.finish is None for one in chunks] == [True, True, True, False]
 
 
-async def test_complete_returns_the_sum_of_the_chunks(service: Service, client: Client) -> None:
+async def test_complete_joins_all_chunks(service: Service, client: AsyncClient) -> None:
     top = pb.TokenLogprobs(logprob=-0.5, top=[pb.TopLogprob(token=9, logprob=-0.25)])
     service.acts = [sends(*WHOLE[:3], chunk(3, logprobs=[top]))]
     completion = await client.complete("hello")
@@ -51,38 +83,56 @@ async def test_complete_returns_the_sum_of_the_chunks(service: Service, client: 
     assert completion.digest == digest_at(7)
     assert completion.logprobs[-1].logprob == -0.5
     assert completion.logprobs[-1].top == ((9, -0.25),)
-    assert completion.finish.reason is FinishReason.STOP
-    assert completion.finish.usage.num_prompt_tokens == 3
-    assert completion.finish.statistics.acceptance_rate == 0.5
-    assert completion.finish.statistics.tokens_per_round == 7 / 4
-    assert completion.finish.statistics.tokens_per_s == 3.5
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.usage == specdec.Usage(num_prompt_tokens=3, num_completion_tokens=7)
+    assert completion.statistics.acceptance_rate == 0.5
+    assert completion.statistics.tokens_per_round == 7 / 4
+    assert completion.statistics.tokens_per_s == 3.5
 
 
 @pytest.mark.parametrize(
-    ("prompt", "fields"),
+    ("arguments", "fields"),
     [
-        ("text", {"text": "text"}),
-        ("", {"text": ""}),
-        ([1, 2, 3], {"tokens": pb.TokenSequence(ids=[1, 2, 3])}),
-        (range(2), {"tokens": pb.TokenSequence(ids=[0, 1])}),
-        ([("user", "hi")], {"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])}),
-        ([Message("user", "hi")], {"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])}),
-        (
-            [{"role": "user", "content": "hi"}],
-            {"chat": pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])},
-        ),
-        ([], {"tokens": pb.TokenSequence()}),
+        ({"prompt": "text"}, {"text": "text"}),
+        ({"prompt_token_ids": [1, 2, 3]}, {"tokens": pb.TokenSequence(ids=[1, 2, 3])}),
+        ({"prompt_token_ids": range(2)}, {"tokens": pb.TokenSequence(ids=[0, 1])}),
     ],
 )
-async def test_a_prompt_is_text_tokens_or_messages(
-    service: Service, client: Client, prompt: Any, fields: dict[str, Any]
+async def test_prompt_is_text_or_tokens(
+    service: Service, client: AsyncClient, arguments: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     service.acts = [sends(*WHOLE)]
-    await client.complete(prompt, request_id="r")
+    await client.complete(**arguments, request_id="r")
     assert service.asked == [pb.GenerateRequest(request_id="r", **fields)]
 
 
-async def test_parameters_arrive_and_what_is_not_given_stays_unset(service: Service, client: Client) -> None:
+@pytest.mark.parametrize("message", [("user", "hi"), ChatMessage("user", "hi"), {"role": "user", "content": "hi"}])
+async def test_chat_sends_messages(service: Service, client: AsyncClient, message: Any) -> None:
+    service.acts = [sends(*WHOLE), sends(*WHOLE)]
+    answer = await client.chat(messages=[message], request_id="r", temperature=0.5)
+    async with client.stream_chat([message], request_id="r", temperature=0.5) as stream:
+        assert await stream.result() == answer
+    prompt = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+    sampling = messages_of(SamplingParams(temperature=0.5))
+    assert service.asked == [pb.GenerateRequest(request_id="r", chat=prompt, sampling=sampling)] * 2
+
+
+def messages_of(params: SamplingParams) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=0,
+        top_p=1,
+        min_p=0,
+        repetition_penalty=1,
+        presence_penalty=0,
+        frequency_penalty=0,
+        stop=params.stop,
+        max_new_tokens=params.max_new_tokens,
+        seed=params.seed,
+    )
+
+
+async def test_unset_parameters_stay_unset(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE), sends(*WHOLE)]
     await client.complete("x", sampling=SamplingParams(temperature=0.0, seed=2**64 - 1, stop=("END",)))
     await client.complete("x", speculation=SpeculationParams(num_draft_tokens=0, drafter="ngram"))
@@ -90,14 +140,21 @@ async def test_parameters_arrive_and_what_is_not_given_stays_unset(service: Serv
     assert first.sampling.HasField("temperature")
     assert first.sampling.temperature == 0
     assert first.sampling.seed == 2**64 - 1
-    assert list(first.sampling.stop) == ["END"]
     assert not first.sampling.HasField("max_new_tokens")
     assert not first.HasField("speculation")
     assert not second.HasField("sampling")
     assert second.speculation == types_pb2.SpeculationParams(num_draft_tokens=0, drafter="ngram")
 
 
-async def test_every_call_without_a_request_id_gets_one_of_its_own(service: Service, client: Client) -> None:
+async def test_keywords_replace_sampling_fields(service: Service, client: AsyncClient) -> None:
+    service.acts = [sends(*WHOLE)]
+    base = SamplingParams(temperature=0.7, seed=1)
+    await client.complete("x", sampling=base, seed=7, max_new_tokens=64, stop="END")
+    expected = SamplingParams(temperature=0.7, seed=7, max_new_tokens=64, stop=("END",))
+    assert service.asked[0].sampling == messages_of(expected)
+
+
+async def test_each_call_has_its_own_request_id(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE), sends(*WHOLE)]
     await client.complete("x")
     await client.complete("x")
@@ -106,13 +163,80 @@ async def test_every_call_without_a_request_id_gets_one_of_its_own(service: Serv
     assert "" not in identifiers
 
 
+async def test_metadata_goes_with_every_call(service: Service) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def noting(act: Act) -> Act:
+        async def note(request: Any, send: Send, context: Any) -> None:
+            seen.append(dict(context.invocation_metadata()))
+            await act(request, send, context)
+
+        return note
+
+    gone = sends(WHOLE[0], then=grpc.StatusCode.UNAVAILABLE)
+    service.acts = [noting(gone), noting(sends(*WHOLE[1:])), noting(answers(pb.GetModelResponse()))]
+    metadata = {"Authorization": "Bearer t"}
+    async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", metadata=metadata) as client:
+        await client.complete("x")
+        await client.get_model()
+    assert [entry["authorization"] for entry in seen] == ["Bearer t"] * 3
+
+
+# ---- with and without a context manager
+
+
+async def test_client_works_without_context_manager(service: Service) -> None:
+    service.acts = [sends(*WHOLE)]
+    async with served(service) as port:
+        client = AsyncClient(f"127.0.0.1:{port}")
+        assert (await client.complete("x")).text == TEXT
+        await client.close()
+        await client.close()
+
+
+async def test_closed_client_refuses_calls(service: Service) -> None:
+    client = AsyncClient()
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed; make a new one"):
+        await client.complete("x")
+
+
+async def test_closing_ends_a_running_call(service: Service, client: AsyncClient) -> None:
+    service.acts = [endless := Endless()]
+    running = asyncio.create_task(client.complete("x"))
+    await endless.arrived.wait()
+    await client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        await running
+
+
+async def test_given_channel_stays_open(service: Service) -> None:
+    service.acts = [sends(*WHOLE), sends(*WHOLE)]
+    async with served(service) as port, open_channel(f"127.0.0.1:{port}") as channel:
+        for _ in range(2):
+            async with AsyncClient(channel=channel) as client:
+                assert (await client.complete("x")).text == TEXT
+
+
+def test_client_belongs_to_one_event_loop() -> None:
+    client = AsyncClient("127.0.0.1:1", connect_timeout_s=0.001)
+
+    async def use() -> None:
+        await client.get_model()
+
+    with pytest.raises(specdec.UnavailableError):
+        asyncio.run(use())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(use())
+
+
 # ---- streams that break
 
 
 @pytest.mark.parametrize("broken", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
-async def test_a_broken_stream_goes_on_where_it_broke(
-    service: Service, client: Client, num_chunks: int, broken: grpc.StatusCode
+async def test_broken_stream_resumes_where_it_broke(
+    service: Service, client: AsyncClient, num_chunks: int, broken: grpc.StatusCode
 ) -> None:
     service.acts = [sends(*WHOLE[:num_chunks], then=broken), sends(*WHOLE[num_chunks:])]
     assert (await client.complete("x")).text == TEXT
@@ -120,14 +244,14 @@ async def test_a_broken_stream_goes_on_where_it_broke(
     assert service.asked[1] == pb.ResumeRequest(session_id=SESSION, offset=have, digest=digest_at(have))
 
 
-async def test_a_stream_that_breaks_at_every_chunk_still_comes_whole(service: Service, client: Client) -> None:
+async def test_stream_survives_a_break_at_every_chunk(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(one, then=grpc.StatusCode.UNAVAILABLE) for one in WHOLE]
     completion = await client.complete("x")
     assert completion.tokens == TOKENS
     assert [type(request).__name__ for request in service.asked] == ["GenerateRequest"] + ["ResumeRequest"] * 3
 
 
-async def test_before_the_first_chunk_the_request_is_repeated_under_its_id(service: Service, client: Client) -> None:
+async def test_request_is_repeated_under_its_id(service: Service, client: AsyncClient) -> None:
     gone = sends(then=grpc.StatusCode.UNAVAILABLE)
     service.acts = [gone, gone, sends(*WHOLE)]
     assert (await client.complete("x", sampling=SamplingParams(seed=1))).text == TEXT
@@ -135,24 +259,23 @@ async def test_before_the_first_chunk_the_request_is_repeated_under_its_id(servi
     assert service.asked[0] == service.asked[1] == service.asked[2]
 
 
-async def test_an_end_without_finish_is_a_broken_stream(service: Service, client: Client) -> None:
+async def test_end_without_finish_is_a_break(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE[:2]), sends(*WHOLE[2:])]
     assert (await client.complete("x")).text == TEXT
 
 
-async def test_a_fenced_session_is_resumed(service: Service, client: Client) -> None:
-    service.acts = [sends(WHOLE[0], then=errors.Fenced("another coordinator owns it")), sends(*WHOLE[1:])]
+async def test_fenced_session_is_resumed(service: Service, client: AsyncClient) -> None:
+    service.acts = [sends(WHOLE[0], then=specdec.FencedError("another coordinator owns it")), sends(*WHOLE[1:])]
     assert (await client.complete("x")).text == TEXT
 
 
-async def test_an_error_after_the_last_chunk_is_not_waited_for(service: Service, client: Client) -> None:
+async def test_error_after_last_chunk_is_ignored(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE, then=grpc.StatusCode.UNAVAILABLE)]
     assert (await client.complete("x")).text == TEXT
     assert len(service.asked) == 1
 
 
-async def test_a_cut_connection_is_made_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
+async def test_cut_connection_is_restored(service: Service) -> None:
     held = asyncio.Event()
 
     async def stall(request: Any, send: Send, context: Any) -> None:
@@ -161,7 +284,7 @@ async def test_a_cut_connection_is_made_again(service: Service, monkeypatch: pyt
 
     service.acts = [stall, sends(*WHOLE[1:])]
     texts = []
-    async with served(service) as port, cuttable(port) as (address, cut), Client(address) as client:
+    async with served(service) as port, cuttable(port) as (address, cut), AsyncClient(address) as client:
         async for one in client.generate("x"):
             texts.append(one.text)
             if len(texts) == 1:
@@ -173,7 +296,7 @@ async def test_a_cut_connection_is_made_again(service: Service, monkeypatch: pyt
 
 @asynccontextmanager
 async def cuttable(port: int) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A proxy before `port` whose connections can be cut, all at once, without a goodbye."""
+    """A proxy before `port` whose connections can be cut, all at once."""
     transports: list[Any] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -201,17 +324,17 @@ async def cuttable(port: int) -> AsyncIterator[tuple[str, Callable[[], None]]]:
         await server.wait_closed()
 
 
-# ---- what was seen before
+# ---- chunks that were seen before
 
 
-async def test_what_comes_again_is_dropped(service: Service, client: Client) -> None:
+async def test_repeated_chunks_are_dropped(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE[:3], then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE)]
     chunks = [one async for one in client.generate("x")]
     assert "".join(one.text for one in chunks) == TEXT
     assert tuple(token for one in chunks for token in one.tokens) == TOKENS
 
 
-async def test_a_chunk_that_overlaps_is_cut_by_token(service: Service, client: Client) -> None:
+async def test_overlapping_chunk_is_cut_by_token(service: Service, client: AsyncClient) -> None:
     # the server joins rounds 1 to 3 in its replay; the client has round 1
     service.acts = [sends(*WHOLE[:2], then=grpc.StatusCode.UNAVAILABLE), sends(chunk(1, 3))]
     last = [one async for one in client.generate("x")][-1]
@@ -230,59 +353,60 @@ async def test_a_chunk_that_overlaps_is_cut_by_token(service: Service, client: C
         (chunk(1, session_id="s-2"), "s-2"),
     ],
 )
-async def test_a_server_that_contradicts_itself_is_data_loss(
-    service: Service, client: Client, again: dict[str, Any], what: str
+async def test_contradicting_server_is_data_loss(
+    service: Service, client: AsyncClient, again: dict[str, Any], what: str
 ) -> None:
     service.acts = [sends(WHOLE[0], then=grpc.StatusCode.UNAVAILABLE), sends(again)]
     chunks = client.generate("x")
     assert (await anext(chunks)).text == "Once upon"
-    with pytest.raises(errors.DataLoss, match=what):
+    with pytest.raises(specdec.DataLossError, match=what):
         await anext(chunks)
 
 
-async def test_resume_starts_where_the_caller_says(service: Service, client: Client) -> None:
+async def test_resume_starts_at_the_offset(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE[1:])]
-    chunks = [one async for one in client.resume(SESSION, 2, digest_at(2))]
+    stream = client.resume(SESSION, offset=2, digest=digest_at(2))
+    assert stream.session_id == SESSION
+    assert (await stream.result()).text == " a time there was."
     assert service.asked == [pb.ResumeRequest(session_id=SESSION, offset=2, digest=digest_at(2))]
-    assert "".join(one.text for one in chunks) == " a time there was."
 
 
-async def test_resume_drops_what_the_caller_has(service: Service, client: Client) -> None:
+async def test_resume_drops_tokens_before_offset(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(chunk(0, 3))]
-    chunks = [one async for one in client.resume(SESSION, 3)]
+    chunks = [one async for one in client.resume(SESSION, offset=3)]
     assert [one.tokens for one in chunks] == [(4, 5, 6, 7)]
 
 
-async def test_resume_breaks_and_goes_on_too(service: Service, client: Client) -> None:
+async def test_resumed_stream_survives_a_break(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(*WHOLE[:2], then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE[2:])]
-    assert "".join([one.text async for one in client.resume(SESSION)]) == TEXT
+    assert (await client.resume(SESSION).result()).text == TEXT
     assert service.asked[0].digest == b""
     assert service.asked[1].offset == 3
 
 
-async def test_resume_with_another_digest_is_data_loss(service: Service, client: Client) -> None:
+async def test_resume_with_other_digest_is_data_loss(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(WHOLE[0])]
-    with pytest.raises(errors.DataLoss, match="another digest"):
-        [one async for one in client.resume(SESSION, 2, b"x" * 16)]
+    with pytest.raises(specdec.DataLossError, match="another digest"):
+        await client.resume(SESSION, offset=2, digest=b"x" * 16).result()
 
 
 # ---- when to give up
 
 
-FINAL_ERRORS = [
-    errors.InvalidArgument({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"}),
-    errors.NotFound("there is no session s-1"),
-    errors.AlreadyExists("request_id r was used with other parameters"),
-    errors.Mismatch("the draft's tokenizer is another"),
-    errors.NonFiniteLogits("the model gave NaN"),
-    errors.DataLoss("the store went back"),
-    errors.Internal(),
+FINAL_ERRORS: list[specdec.SpecdecError] = [
+    specdec.InvalidArgumentError({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"}),
+    specdec.NotFoundError("there is no session s-1"),
+    specdec.AlreadyExistsError("request_id r was used with other parameters"),
+    specdec.ModelMismatchError("the draft's tokenizer is another"),
+    specdec.NonFiniteLogitsError("the model gave NaN"),
+    specdec.DataLossError("the store went back"),
+    specdec.InternalError(),
 ]
 
 
 @pytest.mark.parametrize("error", FINAL_ERRORS, ids=lambda error: type(error).__name__)
-async def test_an_error_that_would_come_again_is_raised_at_once(
-    service: Service, client: Client, error: errors.SpecdecError
+async def test_lasting_error_is_raised_at_once(
+    service: Service, client: AsyncClient, error: specdec.SpecdecError
 ) -> None:
     service.acts = [sends(then=error)]
     with pytest.raises(type(error)) as caught:
@@ -291,16 +415,16 @@ async def test_an_error_that_would_come_again_is_raised_at_once(
     assert len(service.asked) == 1
 
 
-async def test_fields_that_are_wrong_are_named(service: Service, client: Client) -> None:
+async def test_invalid_argument_names_its_fields(service: Service, client: AsyncClient) -> None:
     service.acts = [sends(then=FINAL_ERRORS[0])]
-    with pytest.raises(errors.InvalidArgument) as caught:
+    with pytest.raises(specdec.InvalidArgumentError) as caught:
         await client.complete("x")
     assert list(caught.value.violations) == ["sampling.top_p"]
 
 
-@pytest.mark.parametrize("kind", [errors.Overloaded, errors.Unavailable])
-async def test_the_servers_wish_for_a_pause_is_honoured(
-    service: Service, client: Client, kind: type[errors.Overloaded | errors.Unavailable]
+@pytest.mark.parametrize("kind", [specdec.OverloadedError, specdec.UnavailableError])
+async def test_retry_after_is_honoured(
+    service: Service, client: AsyncClient, kind: type[specdec.OverloadedError | specdec.UnavailableError]
 ) -> None:
     service.acts = [sends(then=kind("later", retry_after_s=0.3)), sends(*WHOLE)]
     loop = asyncio.get_running_loop()
@@ -309,39 +433,49 @@ async def test_the_servers_wish_for_a_pause_is_honoured(
     assert loop.time() - began >= 0.3
 
 
-async def test_a_pause_past_the_deadline_is_not_waited_for(service: Service, client: Client) -> None:
-    service.acts = [sends(then=errors.Overloaded("the queue is full", retry_after_s=3600))]
-    with pytest.raises(errors.Overloaded, match="the queue is full"):
+async def test_pause_past_deadline_raises_at_once(service: Service, client: AsyncClient) -> None:
+    service.acts = [sends(then=specdec.OverloadedError("the queue is full", retry_after_s=3600))]
+    with pytest.raises(specdec.OverloadedError, match="the queue is full"):
         await client.complete("x", timeout_s=100)
 
 
-async def test_attempts_that_bring_nothing_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
+async def test_message_too_large_is_not_retried(service: Service, client: AsyncClient) -> None:
+    """Without a pause that a server asks for, RESOURCE_EXHAUSTED is grpc's own."""
+    service.acts = [sends(then=grpc.StatusCode.RESOURCE_EXHAUSTED)]
+    with pytest.raises(specdec.OverloadedError, match="gone"):
+        await client.complete("x")
+
+
+async def test_max_retries_counts_since_the_last_chunk(service: Service) -> None:
     gone = sends(then=grpc.StatusCode.UNAVAILABLE)
-    # a chunk in between starts the count anew; what was seen before does not
+    # chunks that were seen before do not count
     service.acts = [gone, gone, sends(WHOLE[0]), gone, sends(WHOLE[1]), gone, sends(WHOLE[1]), gone]
-    async with served(service) as port, Client(f"127.0.0.1:{port}", max_retries=2) as client:
-        with pytest.raises(errors.Unavailable, match="session s-1 can be resumed from token 3"):
+    async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", max_retries=2) as client:
+        with pytest.raises(specdec.UnavailableError, match="session s-1 can be resumed from token 3"):
             await client.complete("x")
     assert service.acts == [gone]
 
 
-async def test_a_hanging_server_meets_the_deadline(service: Service, client: Client) -> None:
-    async def hang(request: Any, send: Send, context: Any) -> None:
-        await send(**WHOLE[0])
-        await asyncio.Event().wait()
-
-    service.acts = [hang]
-    with pytest.raises(errors.Unavailable, match=r"no end within 0\.5 s; session s-1 can be resumed from token 2"):
-        await client.complete("x", timeout_s=0.5)
+async def test_silent_server_exceeds_the_deadline(service: Service, client: AsyncClient) -> None:
+    service.acts = [Endless(begins=False)]
+    sentence = r"deadline of 0\.5 s exceeded; session s-1 can be resumed from token 2"
+    with pytest.raises(specdec.DeadlineExceededError, match=sentence):
+        await client.resume(SESSION, offset=2, timeout_s=0.5).result()
 
 
-async def test_nobody_there(monkeypatch: pytest.MonkeyPatch, unused_port: int) -> None:
-    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.001)
-    async with Client(f"127.0.0.1:{unused_port}", max_retries=2) as client:
+async def test_silent_address_is_given_up_early(unused_port: int) -> None:
+    async with AsyncClient(f"127.0.0.1:{unused_port}", connect_timeout_s=0.2) as client:
         for call in (client.connect(), client.complete("x"), client.get_model()):
-            with pytest.raises(errors.Unavailable, match=f"no specdec answers on 127.0.0.1:{unused_port}"):
+            with pytest.raises(specdec.UnavailableError, match=f"no specdec answers on 127.0.0.1:{unused_port}"):
                 await call
+
+
+async def test_known_server_is_awaited_longer(service: Service) -> None:
+    """A server that has answered may be away for longer than `connect_timeout_s`."""
+    async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", connect_timeout_s=0.01) as client:
+        service.acts = [answers(pb.GetModelResponse()), sends(then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE)]
+        await client.get_model()
+        assert (await client.complete("x")).text == TEXT
 
 
 @pytest.fixture
@@ -353,78 +487,65 @@ async def unused_port() -> int:
     return port
 
 
-async def test_somebody_else_there() -> None:
+async def test_other_server_is_named() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    async with Client(f"127.0.0.1:{port}") as client:
+    async with AsyncClient(f"127.0.0.1:{port}") as client:
         await client.connect()
-        with pytest.raises(errors.Mismatch, match="not a specdec coordinator"):
+        with pytest.raises(specdec.ModelMismatchError, match="not a specdec coordinator"):
             await client.complete("x")
     await server.stop(0)
 
 
 @pytest.mark.parametrize("changes", [{"origins": [1, 9]}, {"origins": [1]}, {"text_ends": []}])
-async def test_a_chunk_of_another_version_is_refused(service: Service, client: Client, changes: dict[str, Any]) -> None:
+async def test_unreadable_chunk_is_refused(service: Service, client: AsyncClient, changes: dict[str, Any]) -> None:
     service.acts = [sends(chunk(0, **changes))]
-    with pytest.raises(errors.Mismatch, match="update"):
+    with pytest.raises(specdec.ModelMismatchError, match="update"):
         await client.complete("x")
 
 
-# ---- what is not sent at all
+# ---- the stream object
 
 
-async def test_a_prompt_that_is_too_long_is_not_sent(service: Service, client: Client) -> None:
-    with pytest.raises(errors.InvalidArgument, match=rf"\d+ bytes; the most is {MAX_MESSAGE_BYTES} bytes; shorten"):
-        await client.complete("x" * MAX_MESSAGE_BYTES)
-    assert service.asked == []
+async def test_result_includes_chunks_already_read(service: Service, client: AsyncClient) -> None:
+    service.acts = [sends(*WHOLE)]
+    async with client.generate("x") as stream:
+        assert stream.session_id is None
+        await anext(stream)
+        assert stream.session_id == SESSION
+        assert (await stream.result()).text == TEXT
+        assert (await stream.result()).text == TEXT
 
 
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "field"),
-    [
-        ([1, -1], None, "prompt"),
-        ([1, 2**32], None, "prompt"),
-        ([1, "two"], None, "prompt"),
-        ([{"role": "user"}], None, "prompt"),
-        ([("user",)], None, "prompt"),
-        (5, None, "prompt"),
-        (b"text", None, "prompt"),
-        ("x", SamplingParams(seed=-1), "sampling"),
-        ("x", SamplingParams(stop=(3,)), "sampling"),  # type: ignore[arg-type]
-        ("x", SamplingParams(stop="The"), "sampling"),  # type: ignore[arg-type]
-    ],
-)
-async def test_values_that_fit_no_field_are_named(
-    service: Service, client: Client, prompt: Any, sampling: SamplingParams | None, field: str
-) -> None:
-    with pytest.raises(errors.InvalidArgument) as caught:
-        await client.complete(prompt, sampling=sampling)
-    assert list(caught.value.violations) == [field]
-    assert service.asked == []
+async def test_closed_stream_has_no_result(service: Service, client: AsyncClient) -> None:
+    service.acts = [Endless()]
+    async with client.generate("x") as stream:
+        await anext(stream)
+    with pytest.raises(ValueError, match="the session has not finished"):
+        await stream.result()
 
 
-@pytest.mark.parametrize("offset", [-1, 2**32])
-async def test_an_offset_that_fits_no_field_is_named(service: Service, client: Client, offset: int) -> None:
-    with pytest.raises(errors.InvalidArgument, match="resume"):
-        await anext(client.resume("s", offset))
-    assert service.asked == []
+async def leaves_by_closing(client: AsyncClient) -> None:
+    async with client.generate("x") as stream:
+        async for _ in stream:
+            break
 
 
-# ---- leaving
+async def leaves_by_error(client: AsyncClient) -> None:
+    with suppress(KeyError):
+        async with client.generate("x") as stream:
+            await anext(stream)
+            raise KeyError
 
 
-async def leaves_by_break(client: Client) -> None:
+async def leaves_by_garbage_collection(client: AsyncClient) -> None:
     async for _ in client.generate("x"):
         break
+    gc.collect()
 
 
-async def leaves_by_closing(client: Client) -> None:
-    async with aclosing(client.generate("x")) as chunks:
-        await anext(chunks)
-
-
-async def leaves_by_cancellation(client: Client) -> None:
+async def leaves_by_cancellation(client: AsyncClient) -> None:
     begun = asyncio.Event()
 
     async def consume() -> None:
@@ -438,31 +559,79 @@ async def leaves_by_cancellation(client: Client) -> None:
         await task
 
 
-@pytest.mark.parametrize("leave", [leaves_by_break, leaves_by_closing, leaves_by_cancellation])
-async def test_leaving_the_loop_cancels_the_call(
-    service: Service, client: Client, leave: Callable[[Client], Awaitable[None]]
+@pytest.mark.parametrize(
+    "leave", [leaves_by_closing, leaves_by_error, leaves_by_garbage_collection, leaves_by_cancellation]
+)
+async def test_leaving_the_stream_cancels_the_call(
+    service: Service, client: AsyncClient, leave: Callable[[AsyncClient], Awaitable[None]]
 ) -> None:
-    cancelled = asyncio.Event()
-
-    async def endless(request: Any, send: Send, context: Any) -> None:
-        context.add_done_callback(lambda _: cancelled.set())
-        await send(**WHOLE[0])
-        await asyncio.Event().wait()
-
-    service.acts = [endless]
+    service.acts = [endless := Endless()]
     await leave(client)
-    await cancelled.wait()
+    await endless.cancelled.wait()
 
 
-async def test_a_closed_client_says_so() -> None:
-    with pytest.raises(RuntimeError, match="async with Client"):
-        await Client().complete("x")
+@pytest.mark.parametrize("begins", [True, False])
+async def test_close_ends_iteration_in_another_task(service: Service, client: AsyncClient, begins: bool) -> None:
+    service.acts = [endless := Endless(begins=begins)]
+    stream = client.generate("x")
+
+    async def read() -> int:
+        return len([one async for one in stream])
+
+    reading = asyncio.create_task(read())
+    await endless.arrived.wait()
+    await stream.close()
+    assert await reading <= begins
+    await endless.cancelled.wait()
+
+
+async def test_stream_has_one_reader(service: Service, client: AsyncClient) -> None:
+    service.acts = [endless := Endless(begins=False)]
+    async with client.generate("x") as stream:
+        first = asyncio.ensure_future(anext(stream))
+        await endless.arrived.wait()
+        with pytest.raises(RuntimeError, match="another task"):
+            await anext(stream)
+        first.cancel()
+
+
+async def test_cancel_ends_the_session(service: Service, client: AsyncClient) -> None:
+    ended = asyncio.Event()
+    finish = pb.Finish(reason=pb.FINISH_REASON_CANCELLED)
+    last = {"session_id": SESSION, "offset": 2, "digest": digest_at(2), "finish": finish}
+
+    async def until_cancelled(request: Any, send: Send, context: Any) -> None:
+        await send(**WHOLE[0])
+        await ended.wait()
+        await send(**last)
+
+    async def cancel(request: Any, send: Send, context: Any) -> None:
+        await send(pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED))
+        ended.set()
+
+    service.acts = [until_cancelled, cancel]
+    async with client.generate("x") as stream:
+        await anext(stream)
+        await stream.cancel()
+        completion = await stream.result()
+    assert (completion.text, completion.finish_reason) == ("Once upon", FinishReason.CANCELLED)
+    assert service.asked[1] == pb.CancelSessionRequest(session_id=SESSION)
+
+
+async def test_cancel_before_the_session_closes(service: Service, client: AsyncClient) -> None:
+    service.acts = [endless := Endless(begins=False)]
+    stream = client.generate("x")
+    reading = asyncio.ensure_future(anext(stream, None))
+    await endless.arrived.wait()
+    await stream.cancel()
+    assert await reading is None
+    await endless.cancelled.wait()
 
 
 # ---- calls that answer once
 
 
-async def test_get_session(service: Service, client: Client) -> None:
+async def test_get_session_returns_the_store(service: Service, client: AsyncClient) -> None:
     answer = pb.GetSessionResponse(
         session_id=SESSION,
         status=pb.SESSION_STATUS_FINISHED,
@@ -474,7 +643,7 @@ async def test_get_session(service: Service, client: Client) -> None:
         sampling=types_pb2.SamplingParams(temperature=0.5, seed=7),
         finish=chunk(3)["finish"],
     )
-    service.acts = [lambda request, send, context: send(answer)]
+    service.acts = [answers(answer)]
     session = await client.get_session(SESSION)
     assert service.asked == [pb.GetSessionRequest(session_id=SESSION)]
     assert (session.status, session.epoch, session.tokens) == (SessionStatus.FINISHED, 2, TOKENS)
@@ -483,24 +652,29 @@ async def test_get_session(service: Service, client: Client) -> None:
     assert session.finish.reason is FinishReason.STOP
 
 
-async def test_cancel_and_get_model_are_repeated_where_the_connection_broke(service: Service, client: Client) -> None:
+@pytest.mark.parametrize("changes", [{"status": 9}, {"sampling": types_pb2.SamplingParams(temperature=1000)}])
+async def test_unreadable_session_is_refused(service: Service, client: AsyncClient, changes: dict[str, Any]) -> None:
+    service.acts = [answers(pb.GetSessionResponse(**{"status": pb.SESSION_STATUS_ACTIVE} | changes))]
+    with pytest.raises(specdec.ModelMismatchError, match="update the client"):
+        await client.get_session(SESSION)
+
+
+async def test_unary_calls_are_repeated(service: Service, client: AsyncClient) -> None:
     cancelled = pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED)
     models = pb.GetModelResponse(
-        target=types_pb2.ModelInfo(name="large", vocab_size=5), drafters=["model", "ngram"], context_length=128
+        target=types_pb2.ModelInfo(name="large", vocab_size=5, fingerprint="f"),
+        drafters=["model", "ngram"],
+        context_length=128,
     )
     gone = sends(then=grpc.StatusCode.UNAVAILABLE)
-    service.acts = [
-        gone,
-        lambda request, send, context: send(cancelled),
-        gone,
-        lambda request, send, context: send(models),
-    ]
+    service.acts = [gone, answers(cancelled), gone, answers(models)]
     assert await client.cancel(SESSION) is SessionStatus.CANCELLED
     model = await client.get_model()
-    assert (model.target.name, model.drafters, model.context_length) == ("large", ("model", "ngram"), 128)
+    assert (model.target.name, model.target.fingerprint) == ("large", "f")
+    assert (model.drafters, model.context_length) == (("model", "ngram"), 128)
 
 
-async def test_an_unknown_session_is_not_found(service: Service, client: Client) -> None:
-    service.acts = [sends(then=errors.NotFound("there is no session s-9"))]
-    with pytest.raises(errors.NotFound, match="s-9"):
+async def test_unknown_session_is_not_found(service: Service, client: AsyncClient) -> None:
+    service.acts = [sends(then=specdec.NotFoundError("there is no session s-9"))]
+    with pytest.raises(specdec.NotFoundError, match="s-9"):
         await client.get_session("s-9")

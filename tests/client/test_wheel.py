@@ -1,16 +1,30 @@
-"""What an installed specdec has: generated stubs with their types, Lua scripts, the command. And pinned versions."""
+"""The wheel: what is in it, pinned versions, and that it works alone with what it declares.
 
+The bare installation is a virtual environment with the wheel and the distributions that its metadata require, copied
+from this environment: what `pip install specdec` puts there, without a network.
+"""
+
+import asyncio
+import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+
+from specdec import AsyncClient
+from tests.support.architectures import VOCAB_SIZE, build
+from tests.support.cluster import cluster, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
@@ -18,7 +32,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a checkout in which nothing was generated yet; built apart, as the build writes stubs."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -28,7 +42,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index"]
     subprocess.run([*command, "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder], check=True)
     [path] = folder.glob("*.whl")
-    with zipfile.ZipFile(path) as wheel:
+    return path
+
+
+@pytest.fixture
+def wheel(wheel_path: Path) -> Iterator[zipfile.ZipFile]:
+    with zipfile.ZipFile(wheel_path) as wheel:
         yield wheel
 
 
@@ -67,9 +86,137 @@ def test_every_requirement_is_pinned() -> None:
     assert all(version for _, _, version in pins)
     groups = [PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"].values()]
     required = [entry for group in (*groups, PROJECT["build-system"]["requires"]) for entry in group]
-    assert {normal(entry) for entry in required} <= {normal(name) for name, _, _ in pins}
+    assert {normal(entry) for entry in required} - {"specdec"} <= {normal(name) for name, _, _ in pins}
 
 
 def normal(requirement: str) -> str:
     """Return a requirement's name as indexes spell it."""
     return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=~! ]", requirement)[0]).lower()
+
+
+# ---- the bare installation
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A virtual environment with specdec and what it requires; `distributions` are their names."""
+
+    python: Path
+    distributions: frozenset[str]
+
+    async def run(self, *words: str, **variables: str) -> str:
+        """Run its interpreter, isolated from this environment; return what it prints."""
+        process = await asyncio.create_subprocess_exec(
+            *(str(self.python), "-I", *words),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PATH": os.defpath, **variables},
+            cwd=self.python.parent,
+        )
+        out, err = await process.communicate()
+        assert process.returncode == 0, err.decode()
+        return out.decode()
+
+
+@pytest.fixture(scope="module")
+def bare(wheel_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False, symlinks=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel_path) as wheel:
+        wheel.extractall(packages)
+    [metadata] = packages.glob("specdec-*.dist-info")
+    names = required_by(importlib.metadata.Distribution.at(metadata))
+    for name in names:
+        copy_distribution(importlib.metadata.distribution(name), packages)
+    return Installation(folder / "bin" / "python", frozenset(names))
+
+
+def required_by(distribution: importlib.metadata.Distribution) -> set[str]:
+    """The distributions that one requires without extras, and those that they require."""
+    names: set[str] = set()
+    waiting = [distribution]
+    while waiting:
+        for text in waiting.pop().requires or ():
+            requirement = Requirement(text)
+            name = normal(requirement.name)
+            if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+                names.add(name)
+                waiting.append(importlib.metadata.distribution(name))
+    return names
+
+
+def copy_distribution(distribution: importlib.metadata.Distribution, folder: Path) -> None:
+    for file in distribution.files or ():
+        if file.parts[0] not in ("..", "/") and file.suffix != ".pyc":
+            target = folder / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(str(file.locate()), target)
+
+
+LOADED = """
+import sys
+import specdec.cli
+specdec.Client, specdec.AsyncClient
+print(*{name.split(".")[0] for name, module in sys.modules.items() if getattr(module, "__file__", None)})
+"""
+
+
+def test_bare_wheel_requires_grpc_and_protobuf(bare: Installation) -> None:
+    # typing-extensions is grpcio's
+    assert bare.distributions == {"grpcio", "protobuf", "googleapis-common-protos", "typing-extensions"}
+
+
+async def test_import_loads_only_what_is_declared(bare: Installation) -> None:
+    loaded = set((await bare.run("-c", LOADED)).split())
+    assert loaded - sys.stdlib_module_names <= {"specdec", "grpc", "google", "typing_extensions"}
+    assert {"specdec", "grpc", "google"} <= loaded
+
+
+def test_import_loads_no_more_where_more_is_installed() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=True)
+    heavy = {"numpy", "torch", "pydantic", "redis", "structlog", "prometheus_client", "rich", "typer", "tokenizers"}
+    assert not heavy & set(done.stdout.split())
+
+
+async def test_up_names_the_extras(bare: Installation) -> None:
+    for words in (["up", "--help"], ["up", "--target", "x"]):
+        with pytest.raises(AssertionError) as failed:
+            await bare.run("-m", "specdec.cli", *words)
+        sentence = str(failed.value).splitlines()[0]
+        assert re.match(
+            r"specdec: `specdec up` runs the services, and \w+ is not installed; "
+            r"run: pip install 'specdec\[server,embedded,models\]'$",
+            sentence,
+        ), sentence
+
+
+SYNC = """
+import sys, specdec
+with specdec.Client(sys.argv[1]) as client:
+    with client.generate("t5 t6", temperature=0, max_new_tokens=8) as stream:
+        text = "".join(chunk.text for chunk in stream)
+    assert text == client.complete("t5 t6", temperature=0, max_new_tokens=8).text
+    print(text)
+"""
+ASYNC = """
+import asyncio, sys, specdec
+async def main():
+    async with specdec.AsyncClient(sys.argv[1]) as client:
+        async with client.generate("t5 t6", temperature=0, max_new_tokens=8) as stream:
+            print("".join([chunk.text async for chunk in stream]))
+asyncio.run(main())
+"""
+
+
+async def test_bare_installation_generates(bare: Installation, tmp_path: Path) -> None:
+    model = save_tokenizer(build("llama", tmp_path), VOCAB_SIZE)
+    async with cluster(model) as running:
+        texts = [await bare.run("-c", program, running.address) for program in (SYNC, ASYNC)]
+        flags = ["--temperature", "0", "--max-new-tokens", "8"]
+        told = await bare.run("-m", "specdec.cli", "generate", "t5 t6", *flags, SPECDEC_ADDRESS=running.address)
+        async with AsyncClient(running.address) as client:
+            expected = (await client.complete("t5 t6", temperature=0, max_new_tokens=8)).text
+    assert expected
+    assert texts == [f"{expected}\n"] * 2
+    assert told == expected

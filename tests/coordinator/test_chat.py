@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from coordinator import chat
 from coordinator.chat import MAX_RENDERED_CHARACTERS, ChatTemplate, load_chat_template
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 
 CHATML = """{%- for message in messages %}
     {%- if loop.first and message.role != 'system' %}
@@ -62,7 +63,7 @@ def test_messages_are_text_and_never_templates() -> None:
 
 
 def test_what_the_template_refuses_is_an_invalid_argument() -> None:
-    with pytest.raises(InvalidArgument, match="Roles must alternate") as refused:
+    with pytest.raises(InvalidArgumentError, match="Roles must alternate") as refused:
         ChatTemplate(STRICT, SPECIAL).render([("user", "a"), ("user", "b")])
     assert list(refused.value.violations) == ["chat"]
 
@@ -83,14 +84,29 @@ def test_what_the_template_refuses_is_an_invalid_argument() -> None:
     ],
 )
 def test_the_sandbox_holds(template: str) -> None:
-    with pytest.raises(InvalidArgument, match="chat"):
+    with pytest.raises(InvalidArgumentError, match="chat"):
         ChatTemplate(template, {}).render(TALK)
 
 
 def test_a_prompt_without_end_is_refused() -> None:
     template = "{% for _ in range(99999) %}{{ messages[0].content }}{% endfor %}"
-    with pytest.raises(InvalidArgument, match=str(MAX_RENDERED_CHARACTERS)):
+    with pytest.raises(InvalidArgumentError, match=str(MAX_RENDERED_CHARACTERS)):
         ChatTemplate(template, {}).render([("user", "x" * 100)])
+
+
+ENDLESS = {
+    "silent": "{% set x = messages[0] %}",
+    "calling": "{% set x = namespace() %}",
+    "empty output": "{{ '' }}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_must_end_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_RENDER_S", 0.05)
+    loop, end = "{% for _ in range(99999) %}", "{% endfor %}"
+    with pytest.raises(InvalidArgumentError, match=r"longer than 0\.05 s"):
+        ChatTemplate(f"{loop}{loop}{ENDLESS[name]}{end}{end}", {}).render(TALK)
 
 
 # ---- where the template is found

@@ -1,4 +1,4 @@
-"""What a round commits, where it is cut, and that the cuts of rounds and chunks are never seen."""
+"""What a round commits, where it is cut, and that text does not depend on how rounds and chunks are cut."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.generation import Chunk, Generation, Limits, OutputToken, Round, chain
-from specdec.exact.values import PositionLogprobs, Proposal, Scores, SparseDistribution, TargetDistribution, Verdict
+from specdec.exact.values import PositionLogprobs, Proposal, Scores, TargetDistribution, Verdict, one_hot
 from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
 EOS = 0
@@ -50,12 +50,12 @@ def play(state: Generation, tokens: Sequence[int], num_drafted: int | None = Non
     num_drafted = len(accepted) if num_drafted is None else num_drafted
     drafts = (*accepted, *[1] * (num_drafted - len(accepted)))
     origin = TokenOrigin.BONUS if num_drafted == len(accepted) else TokenOrigin.RECOVERED
-    proposal = Proposal(drafts, tuple(SparseDistribution((token,), (1.0,)) for token in drafts))
-    rows = tuple(TargetDistribution((1.0,), 0.0, last) for _ in range(num_drafted + 1))
+    proposal = Proposal(drafts, tuple(map(one_hot, drafts)))
+    positions = tuple(TargetDistribution((1.0,), 0.0, last) for _ in range(num_drafted + 1))
     every = {token: -token / 8 for token in (*drafts, last)}
     logprobs = tuple(PositionLogprobs(every, ((index, -1.0),)) for index in range(num_drafted + 1))
-    scores = Scores(rows, logprobs if state.sampling.num_logprobs is not None else ())
-    return state.advance(proposal, scores, Verdict(len(accepted), last, origin), 0.25, 0.5)
+    scores = Scores(positions, logprobs if state.sampling.num_logprobs is not None else ())
+    return state.advance(proposal, scores, Verdict(tuple(range(len(accepted))), last, origin), 0.25, 0.5)
 
 
 def tokens_of(entries: Sequence[OutputToken]) -> list[int]:
@@ -65,7 +65,7 @@ def tokens_of(entries: Sequence[OutputToken]) -> list[int]:
 # ---- where it ends
 
 
-def test_a_round_commits_what_was_accepted_and_the_closing_token() -> None:
+def test_a_round_commits_accepted_and_closing_tokens() -> None:
     state = generation()
     played = play(state, [1, 2, 3], num_drafted=4)
     assert tokens_of(played.emitted) == [1, 2, 3]
@@ -78,6 +78,20 @@ def test_a_round_commits_what_was_accepted_and_the_closing_token() -> None:
     assert (played.digest, played.finish) == (chain(b"", (*PROMPT, 1, 2, 3)), None)
     assert state.committed == [*PROMPT, 1, 2, 3]
     assert state.text == "abc"
+
+
+def test_a_round_commits_the_accepted_path_of_a_tree() -> None:
+    """The second child of the root, and that one's child; each with the log probabilities of its own position."""
+    state = generation(replace(SEED, num_logprobs=1))
+    proposal = Proposal((1, 2, 3, 4), tuple(map(one_hot, (1, 2, 3, 4))), (0, 0, 1, 2))
+    every = {token: -1.0 for token in range(1, 6)}
+    logprobs = tuple(PositionLogprobs(every, ((position, -1.0),)) for position in range(5))
+    scores = Scores((TargetDistribution((), 1.0, 5),) * 5, logprobs)
+    played = state.advance(proposal, scores, Verdict((1, 3), 5, TokenOrigin.BONUS))
+    assert tokens_of(played.emitted) == [2, 4, 5]
+    tops = [entry.logprobs.top[0][0] for entry in played.emitted if entry.logprobs]
+    assert tops == [0, 2, 4]
+    assert (played.statistics.num_draft_tokens, played.statistics.num_accepted_tokens) == (4, 2)
 
 
 def test_eos_inside_an_accepted_run_ends_there() -> None:
@@ -94,7 +108,7 @@ def test_ignore_eos_goes_on() -> None:
     assert state.text == "a|b"
 
 
-def test_a_stop_token_ends_even_where_eos_is_ignored() -> None:
+def test_a_stop_token_ends_despite_ignored_eos() -> None:
     state = generation(replace(SEED, ignore_eos=True, stop_token_ids=(EOS, 3)))
     played = play(state, [1, 3, 2])
     assert (tokens_of(played.emitted), played.finish, state.text) == ([1, 3], FinishReason.STOP, "a")
@@ -109,7 +123,7 @@ def test_a_stop_string_across_tokens_and_rounds(rounds: list[list[int]]) -> None
     assert (tokens_of(state.emitted), state.finish, state.text) == ([1, 2, 3, 4], FinishReason.STOP, "ab")
 
 
-def test_held_back_text_comes_out_where_no_stop_follows() -> None:
+def test_held_back_text_appears_without_a_stop() -> None:
     state = generation(replace(SEED, stop=("cd",)))
     play(state, [1, 2, 3])
     assert (state.text, state.chunk(0, 3).text) == ("ab", "ab")
@@ -118,7 +132,7 @@ def test_held_back_text_comes_out_where_no_stop_follows() -> None:
 
 
 @pytest.mark.parametrize("ending", [EOS, 4])
-def test_held_back_text_comes_out_at_the_end(ending: int) -> None:
+def test_held_back_text_appears_at_the_end(ending: int) -> None:
     state = generation(replace(SEED, stop=("cx",), max_new_tokens=4), replace(LIMITS, max_new_tokens=4))
     play(state, [1, 2, 3, ending])
     last = "" if ending == EOS else "d"
@@ -156,7 +170,7 @@ def test_a_stop_on_the_last_token_is_a_stop(sampling: SamplingParams, tokens: li
     assert play(state, tokens).finish is reason
 
 
-def test_tokens_text_logprobs_and_counts_are_cut_together() -> None:
+def test_tokens_text_and_logprobs_are_cut_together() -> None:
     state = generation(replace(SEED, stop=("bc",), num_logprobs=1))
     played = play(state, [1, 2, 3, 4, 5], num_drafted=6)
     chunk = state.chunk(0, 3)
@@ -176,7 +190,7 @@ def test_statistics_are_sums() -> None:
     assert play(state, [3]).statistics == Statistics(2, 3, 1, 3, 0.5, 1.0)
 
 
-# ---- that no cut is seen
+# ---- cuts do not show
 
 
 TOKENS = st.lists(st.integers(0, NO_TEXT), min_size=1, max_size=25)
@@ -199,14 +213,14 @@ def whole(state: Generation) -> Chunk:
 
 
 def facts(state: Generation) -> tuple[object, ...]:
-    """Everything that a client may see, but origins: those tell of rounds by right."""
+    """Return everything that a client sees except origins, which depend on rounds."""
     chunk = whole(state)
     return state.committed, state.finish, state.text, chunk.text, chunk.text_ends, chunk.digest
 
 
 @settings(deadline=None, derandomize=True, database=None)
 @given(TOKENS, SIZES, SIZES, STOPS, st.booleans())
-def test_rounds_leave_no_trace(
+def test_text_does_not_depend_on_rounds(
     tokens: list[int], sizes: list[int], others: list[int], stops: tuple[str, ...], ignore_eos: bool
 ) -> None:
     first, second = (played(tokens, each, stops, ignore_eos=ignore_eos) for each in (sizes, others))
@@ -216,7 +230,7 @@ def test_rounds_leave_no_trace(
 
 @settings(deadline=None, derandomize=True, database=None)
 @given(TOKENS, SIZES, STOPS, st.lists(st.integers(0, 25), max_size=6))
-def test_chunks_of_any_cut_are_the_whole(
+def test_chunks_of_any_cut_make_the_whole(
     tokens: list[int], sizes: list[int], stops: tuple[str, ...], cuts: list[int]
 ) -> None:
     state = played(tokens, sizes, stops)
@@ -249,7 +263,7 @@ def test_a_replay_is_identical(tokens: list[int], sizes: list[int], stops: tuple
 def test_a_cut_is_the_replay_of_what_remains(
     tokens: list[int], sizes: list[int], stops: tuple[str, ...], length: int
 ) -> None:
-    """A cancelled session looks the same to who followed it and to who reads it from the store."""
+    """A cancelled session looks the same to a client that followed it and to one that reads it from the store."""
     state = played(tokens, sizes, stops)
     length = min(length, len(state.emitted) - 1)
     again = generation(state.sampling, LIMITS, state.emitted[:length], FinishReason.CANCELLED)
@@ -258,7 +272,7 @@ def test_a_cut_is_the_replay_of_what_remains(
     assert (state.emitted, state.done) == (again.emitted, True)
 
 
-def test_a_cut_gives_out_what_was_held_back() -> None:
+def test_a_cut_releases_held_back_text() -> None:
     state = generation(replace(SEED, stop=("cd",)))
     play(state, [1, 2, 3])
     play(state, [5, 6])
@@ -266,7 +280,7 @@ def test_a_cut_gives_out_what_was_held_back() -> None:
     assert (state.text, state.chunk(0, 2).text, state.chunk(2, 3).text) == ("abc", "ab", "c")
 
 
-def test_uniforms_are_fresh_each_round_and_the_same_in_a_replay() -> None:
+def test_uniforms_are_fresh_and_survive_a_replay() -> None:
     state = generation()
     first = state.uniforms(3)
     assert first == generation().uniforms(3)

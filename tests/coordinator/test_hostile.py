@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from specdec import AsyncClient, SamplingParams
 from specdec.channel import open_channel
-from specdec.client import Client, SamplingParams
-from specdec.errors import InvalidArgument, Mismatch, from_rpc_error
+from specdec.errors import InvalidArgumentError, ModelMismatchError, from_rpc_error
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 from specdec.v1.types_pb2 import SamplingParams as Sampling
@@ -64,6 +64,8 @@ BAD_REQUESTS = {
     "logit_bias past the vocabulary": (sampled(logit_bias={10**6: 1.0}), ["sampling.logit_bias", "1000000"]),
     "logit_bias NaN": (sampled(logit_bias={1: math.nan}), ["sampling.logit_bias", "[-100, 100]"]),
     "unknown drafter": (request(speculation=Speculation(drafter="oracle")), ["speculation.drafter", "oracle", "model"]),
+    "long drafter": (request(speculation=Speculation(drafter="x" * 10_000)), ["speculation.drafter", "10000", "64"]),
+    "K past the server's limit": (request(speculation=Speculation(num_draft_tokens=9)), ["num_draft_tokens", "9", "8"]),
     "long request_id": (request(request_id="x" * 1000), ["request_id", "1000", "255"]),
 }  # fmt: skip
 
@@ -104,7 +106,7 @@ async def test_bad_request(name: str, stub: generation_pb2_grpc.GenerationServic
     before = await good_tokens(stub)
     error = await outcome(stub.Generate(bad))
     assert error.code() == INVALID, error
-    assert isinstance(from_rpc_error(error), InvalidArgument)
+    assert isinstance(from_rpc_error(error), InvalidArgumentError)
     assert all(word in (error.details() or "") for word in words), error.details()
     assert await good_tokens(stub) == before
     assert len(before) == 4
@@ -132,6 +134,22 @@ async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) 
     assert "Generate" in (error.details() or "")
 
 
+async def test_a_long_session_id_is_refused_without_repeating_it(
+    stub: generation_pb2_grpc.GenerationServiceStub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "x" * (1 << 20)
+    for call in (
+        stub.GetSession(pb.GetSessionRequest(session_id=name)),
+        stub.CancelSession(pb.CancelSessionRequest(session_id=name)),
+        stub.Resume(pb.ResumeRequest(session_id=name)).read(),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert (caught.value.code(), len(caught.value.details() or "") < 200) == (INVALID, True)
+    logged = capsys.readouterr()
+    assert max(map(len, (logged.out + logged.err).splitlines()), default=0) < 1000
+
+
 async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     first = [chunk async for chunk in stub.Generate(request(request_id="once"))]
     again = [chunk async for chunk in stub.Generate(request(request_id="once"))]
@@ -146,29 +164,29 @@ async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.Genera
 async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     error = await outcome(stub.Generate(request(text="x" * (100 << 20))))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    async with Client(served.address) as client:
-        with pytest.raises(InvalidArgument, match="shorten the prompt"):
+    async with AsyncClient(served.address) as client:
+        with pytest.raises(InvalidArgumentError, match="shorten the prompt"):
             await client.complete("x" * (100 << 20))
     assert await good_tokens(stub)
 
 
 async def test_client_that_leaves(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     """A client that leaves after the first token pauses its session, which another one resumes to the same end."""
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         greedy = SamplingParams(temperature=0, max_new_tokens=100)
-        whole = await client.complete([1, 2, 3], sampling=greedy)
-        stream = client.generate([1, 2, 3], sampling=greedy)
+        whole = await client.complete(prompt_token_ids=[1, 2, 3], sampling=greedy)
+        stream = client.generate(prompt_token_ids=[1, 2, 3], sampling=greedy)
         first = await anext(stream)
-        await stream.aclose()
-        rest = [c async for c in client.resume(first.session_id, first.end, first.digest)]
+        await stream.close()
+        rest = [c async for c in client.resume(first.session_id, offset=first.end, digest=first.digest)]
         assert (*first.tokens, *(t for c in rest for t in c.tokens)) == whole.tokens
     assert await good_tokens(stub)
 
 
 async def test_cancelled_session(served: Cluster) -> None:
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
         endless = SamplingParams(temperature=1, max_new_tokens=100, ignore_eos=True)
-        stream = client.generate([1, 2, 3], sampling=endless)
+        stream = client.generate(prompt_token_ids=[1, 2, 3], sampling=endless)
         first = await anext(stream)
         await client.cancel(first.session_id)
         last = [first, *[chunk async for chunk in stream]][-1]
@@ -183,9 +201,9 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
     target, draft = build("llama", tmp_path / "target"), build("llama", tmp_path / "draft")
     save_tokenizer(target, 300)
     save_tokenizer(draft, 300, prefix="other")
-    async with cluster(target, draft, drafters="model") as running, Client(running.address) as client:
-        with pytest.raises(Mismatch, match=r"differ in tokenizer.*num_draft_tokens"):
-            await client.complete([1, 2], sampling=SamplingParams(max_new_tokens=2))
+    async with cluster(target, draft, drafters="model") as running, AsyncClient(running.address) as client:
+        with pytest.raises(ModelMismatchError, match=r"differ in tokenizer.*num_draft_tokens"):
+            await client.complete(prompt_token_ids=[1, 2], sampling=SamplingParams(max_new_tokens=2))
 
 
 @pytest.mark.parametrize(

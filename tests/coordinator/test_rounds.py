@@ -1,20 +1,19 @@
-"""The loop: what is committed when, what ends it, and that a commit under way is never left alone."""
+"""The loop: what is committed when, what ends it, that commits are awaited, and who gets the observations."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from coordinator.draft import Drafted
+from coordinator.acceptance import TokenRule
 from coordinator.draft_length import Costs, DraftLength
 from coordinator.generation import Generation, Limits, Round
-from coordinator.rounds import run_rounds
-from coordinator.target import Scored
-from specdec.errors import Fenced, Unavailable
-from specdec.exact.values import Proposal
-from specdec.types import FinishReason, SamplingParams
-from tests.support.toys import NoText, ToyDrafter, ToyModel, ToyScorer, markov_logits
+from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
+from specdec.errors import FencedError, UnavailableError
+from specdec.exact.values import Observations, Proposal, Verdict
+from specdec.types import FinishReason, SamplingParams, TokenOrigin
+from tests.support.toys import NoText, ObservedScorer, ToyDrafter, ToyModel, ToyScorer, TreeDrafter, markov_logits
 
 PROMPT = (1,)
 MAX_TURNS = 100_000  # of the event loop: what has not happened by then waits for itself
@@ -35,19 +34,20 @@ class Trace:
     num_at_once: int = 0
 
 
+@dataclass(slots=True)
 class TracedScorer(ToyScorer):
     """The toy scorer; tells when it is asked, and can be told to wait or to fail."""
 
     trace: Trace
-    before: Callable[[int], object]
+    before: Callable[[int], Awaitable[object] | None] = lambda number: None
 
     async def score(self, committed: list[int], proposal: Proposal) -> Scored:
         number = sum(kind == "score" for kind, _ in self.trace.events)
         self.trace.events.append(("score", number))
         waiting = self.before(number)
         if waiting is not None:
-            await waiting  # type: ignore[misc]
-        return await super().score(committed, proposal)
+            await waiting
+        return await ToyScorer.score(self, committed, proposal)
 
 
 class Rounds:
@@ -56,15 +56,16 @@ class Rounds:
     def __init__(self, fixed: int = 3) -> None:
         self.generation = new_generation()
         self.trace = Trace()
-        self.scorer = TracedScorer(ToyModel(markov_logits(1), SAMPLING, prompt=PROMPT), SEED)
-        self.scorer.trace, self.scorer.before = self.trace, lambda number: None
-        self.drafter = ToyDrafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
+        self.traced = TracedScorer(ToyModel(markov_logits(1), SAMPLING, prompt=PROMPT), SEED, self.trace)
+        self.scorer: ToyScorer = self.traced
+        self.drafter: ToyDrafter = ToyDrafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
         self.length = DraftLength(Costs(), 8, fixed)
         self.gates: dict[int, asyncio.Event] = {}  # commits that wait
         self.failing: dict[int, Exception] = {}  # commits that fail
 
     async def run(self) -> None:
-        await run_rounds(self.generation, self.drafter, self.scorer, self.length, self.publish)
+        parts = RoundParts(self.drafter, self.scorer, TokenRule(), self.length)
+        await run_rounds(self.generation, parts, self.publish)
 
     async def publish(self, played: Round) -> None:
         number = sum(kind == "commit" for kind, _ in self.trace.events)
@@ -101,7 +102,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_all_rounds_are_committed_one_at_a_time_and_in_order() -> None:
+async def test_rounds_are_committed_one_by_one_in_order() -> None:
     rounds = Rounds()
     await rounds.run()
     assert rounds.generation.finish is FinishReason.LENGTH
@@ -112,7 +113,7 @@ async def test_all_rounds_are_committed_one_at_a_time_and_in_order() -> None:
     assert [number for kind, number in rounds.trace.events if kind == "committed"] == list(range(len(lengths)))
 
 
-async def test_the_next_round_overlaps_the_commit_and_the_one_after_does_not() -> None:
+async def test_one_round_overlaps_a_commit() -> None:
     rounds = Rounds()
     rounds.gates[0] = asyncio.Event()
     task = asyncio.create_task(rounds.run())
@@ -126,32 +127,32 @@ async def test_the_next_round_overlaps_the_commit_and_the_one_after_does_not() -
 
 
 @pytest.mark.parametrize("number", [0, 2])
-async def test_a_commit_that_fails_ends_the_loop(number: int) -> None:
+async def test_a_failed_commit_ends_the_loop(number: int) -> None:
     rounds = Rounds()
-    rounds.failing[number] = Fenced("another coordinator has it")
-    with pytest.raises(Fenced):
+    rounds.failing[number] = FencedError("another coordinator has it")
+    with pytest.raises(FencedError):
         await rounds.run()
     assert len(rounds.trace.committed) == number
     assert max(index for kind, index in rounds.trace.events if kind == "commit") == number
 
 
-async def test_a_failing_last_commit_is_not_overlooked() -> None:
+async def test_a_failed_last_commit_is_raised() -> None:
     whole = Rounds()
     await whole.run()
     rounds = Rounds()
-    rounds.failing[len(whole.trace.committed) - 1] = Unavailable("the store is gone")
-    with pytest.raises(Unavailable):
+    rounds.failing[len(whole.trace.committed) - 1] = UnavailableError("the store is gone")
+    with pytest.raises(UnavailableError):
         await rounds.run()
 
 
-async def test_cancellation_awaits_the_commit_under_way() -> None:
+async def test_cancellation_awaits_the_commit() -> None:
     """Wherever it strikes: while the next round is played, and while the loop waits for the commit."""
     for is_scoring in (True, False):
         rounds = Rounds()
         rounds.gates[0] = asyncio.Event()
         if is_scoring:
             never = asyncio.Event()
-            rounds.scorer.before = lambda number, never=never: never.wait() if number else None
+            rounds.traced.before = lambda number, never=never: never.wait() if number else None
         task = asyncio.create_task(rounds.run())
         await until(lambda rounds=rounds: ("score", 1) in rounds.trace.events)
         await settle()
@@ -164,97 +165,155 @@ async def test_cancellation_awaits_the_commit_under_way() -> None:
         assert [entry for entry in rounds.trace.events if entry[0] == "committed"] == [("committed", 0)]
 
 
-async def test_a_round_that_fails_still_awaits_the_commit() -> None:
+async def test_a_failed_round_awaits_the_commit() -> None:
     rounds = Rounds()
     rounds.gates[0] = asyncio.Event()
 
     def fail(number: int) -> None:
         if number == 1:
             rounds.gates[0].set()
-            raise Unavailable("no target worker")
+            raise UnavailableError("no target worker")
 
-    rounds.scorer.before = fail
-    with pytest.raises(Unavailable, match="no target"):
+    rounds.traced.before = fail
+    with pytest.raises(UnavailableError, match="no target"):
         await rounds.run()
     assert len(rounds.trace.committed) == 1
 
 
-async def test_a_commit_s_failure_wins_over_the_round_s() -> None:
-    """Fenced or cancelled says more than that a worker also failed."""
+async def test_a_failed_commit_wins_over_a_failed_round() -> None:
+    """FencedError or cancelled says more than that a worker also failed."""
     rounds = Rounds()
-    rounds.failing[0] = Fenced("another coordinator has it")
+    rounds.failing[0] = FencedError("another coordinator has it")
 
     def fail(number: int) -> None:
         if number == 1:
-            raise Unavailable("no target worker")
+            raise UnavailableError("no target worker")
 
-    rounds.scorer.before = fail
-    with pytest.raises(Fenced):
+    rounds.traced.before = fail
+    with pytest.raises(FencedError):
         await rounds.run()
 
 
-class ForgetfulDrafter(ToyDrafter):
+@dataclass(slots=True)
+class LostDrafter(ToyDrafter):
     """A drafter whose worker is gone from the third round on."""
 
-    num_calls = 0
-    kept: list[tuple[int, int]]
+    num_calls: int = 0
+    observed: list[Observations] = field(default_factory=list)
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
         self.num_calls += 1
-        return await super().propose(committed, num_draft_tokens) if self.num_calls < 3 else Drafted()
+        return await ToyDrafter.propose(self, committed, num_draft_tokens) if self.num_calls < 3 else Drafted()
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        self.kept.append((num_tokens, cached_len))
+    def observe(self, observations: Observations) -> None:
+        self.observed.append(observations)
 
 
-async def test_without_a_draft_worker_it_goes_on_and_nothing_is_noted_of_its_cache() -> None:
+def lost_drafter() -> LostDrafter:
+    return LostDrafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
+
+
+async def test_without_a_draft_worker_rounds_go_on() -> None:
     rounds = Rounds()
-    rounds.drafter = drafter = ForgetfulDrafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
-    drafter.kept = []
+    rounds.drafter = lost_drafter()
     await rounds.run()
     assert len(rounds.tokens) == 24
-    assert len(drafter.kept) == 2
-    played = rounds.trace.committed[0]
-    assert drafter.kept[0] == (played.base_length + played.statistics.num_accepted_tokens, len(PROMPT))
+    assert [played.statistics.num_draft_tokens for played in rounds.trace.committed[1:3]] == [6, 6]
+
+
+@dataclass(slots=True)
+class AskedDrafter(ToyDrafter):
+    """Notes what it was asked for."""
+
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+        self.asked.append((len(committed), num_draft_tokens))
+        return await ToyDrafter.propose(self, committed, num_draft_tokens)
 
 
 @pytest.mark.parametrize("fixed", [0, 1, 3, 8])
-async def test_never_more_drafted_than_there_is_room_for(fixed: int) -> None:
+async def test_drafts_fit_into_the_remaining_tokens(fixed: int) -> None:
     rounds = Rounds(fixed)
-    asked: list[tuple[int, int]] = []
-    propose = rounds.drafter.propose
-
-    class Asked(ToyDrafter):
-        async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-            asked.append((len(committed), num_draft_tokens))
-            return await propose(committed, num_draft_tokens)
-
-    rounds.drafter = Asked(rounds.drafter.model, SEED)
+    drafter = AskedDrafter(rounds.drafter.model, SEED)
+    rounds.drafter = drafter
     await rounds.run()
-    assert all(length + count + 1 <= len(PROMPT) + 24 for length, count in asked)
-    assert max(count for _, count in asked) == fixed
+    assert all(length + count + 1 <= len(PROMPT) + 24 for length, count in drafter.asked)
+    assert max(count for _, count in drafter.asked) == fixed
     assert len(rounds.tokens) == 24
 
 
-async def test_rounds_that_had_more_to_read_than_a_round_s_tokens_do_not_count_as_what_a_round_costs() -> None:
+@dataclass(slots=True)
+class RecordedCosts(Costs):
+    """Notes how many tokens were committed when a round was counted, and the load."""
+
+    counted: list[int] = field(default_factory=list)
+    num_committed: Callable[[], int] = lambda: 0
+
+    def observe(self, num_draft_tokens: int, draft_s: float, score_s: float, num_sessions: int = 1) -> None:
+        self.counted.append(self.num_committed())
+
+
+@dataclass(slots=True)
+class ReplacedScorer(TracedScorer):
+    """A worker that had to read everything in the fourth round."""
+
+    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+        scored = await TracedScorer.score(self, committed, proposal)
+        number = sum(kind == "score" for kind, _ in self.trace.events)
+        return replace(scored, num_fed=41) if number == 4 else scored
+
+
+async def test_rounds_with_a_prefill_are_no_cost_observations() -> None:
     """The first, whose streams opened, and one whose worker was replaced by another that had to read everything."""
-    rounds, observed = Rounds(), list[int]()
-
-    @dataclass(slots=True)
-    class Recorder(Costs):
-        def observe(self, num_draft_tokens: int, draft_s: float, score_s: float) -> None:
-            observed.append(len(rounds.generation.committed))
-
-    class Replaced(TracedScorer):
-        async def score(self, committed: list[int], proposal: Proposal) -> Scored:
-            scored = await super().score(committed, proposal)
-            return replace(scored, num_fed=41) if len(self.trace.committed) == 3 else scored
-
-    rounds.scorer.__class__ = Replaced
-    rounds.length.costs = Recorder()
+    rounds = Rounds()
+    costs = RecordedCosts(num_committed=lambda: len(rounds.generation.committed))
+    rounds.scorer = ReplacedScorer(rounds.scorer.model, SEED, rounds.trace)
+    rounds.length.costs = costs
     await rounds.run()
-    counted = [played.base_length + len(played.emitted) for played in rounds.trace.committed]
-    assert len(counted) > 5
-    assert observed == [length for number, length in enumerate(counted) if length in observed]
-    assert len(observed) == len(counted) - 2
-    assert counted[0] not in observed
+    ends = [played.base_length + len(played.emitted) for played in rounds.trace.committed]
+    assert len(ends) > 5
+    assert costs.counted == [length for number, length in enumerate(ends) if number not in (0, 3)]
+
+
+# ---- trees and observations
+
+
+async def test_a_tree_commits_the_accepted_path() -> None:
+    rounds = Rounds(6)
+    rounds.drafter = TreeDrafter(rounds.drafter.model, SEED)
+    await rounds.run()
+    assert len(rounds.tokens) == 24
+    assert any(len(played.emitted) == 3 for played in rounds.trace.committed)
+    assert all(len(played.emitted) <= 4 for played in rounds.trace.committed)
+
+
+async def test_the_drafter_observes_committed_tokens_only() -> None:
+    """The bytes that the target sent for the last committed token and for the accepted ones; lost worker or not."""
+    rounds, drafter = Rounds(), lost_drafter()
+    target = rounds.scorer.model
+    rounds.drafter, rounds.scorer = drafter, ObservedScorer(target, SEED)
+    await rounds.run()
+    committed = rounds.generation.committed
+    assert len(drafter.observed) == len(rounds.trace.committed)
+    for observed, played in zip(drafter.observed, rounds.trace.committed, strict=True):
+        assert observed.start == played.base_length - 1
+        assert len(observed) == sum(entry.origin is TokenOrigin.ACCEPTED for entry in played.emitted) + 1
+        seen = range(observed.start, observed.end)
+        tops = [int(target.logits[committed[index]].argmax()).to_bytes(4, "little") for index in seen]
+        assert list(observed.top_tokens) == tops
+
+
+def test_observations_follow_the_accepted_path() -> None:
+    """Two committed tokens and a tree of four; the second child of the root and its child were accepted."""
+    proposal = Proposal((5, 6, 7, 8), parents=(0, 0, 1, 2))
+    observations = Observations(10, hidden_states=tuple(b"abcdef"[at : at + 1] for at in range(6)))
+    kept = committed_observations(observations, proposal, Verdict((1, 3), 9, TokenOrigin.BONUS))
+    assert kept == Observations(10, hidden_states=(b"a", b"b", b"d", b"f"))
+
+
+async def test_no_observations_are_sent_on_unasked() -> None:
+    rounds, drafter = Rounds(), lost_drafter()
+    rounds.drafter = drafter
+    await rounds.run()
+    assert drafter.observed == []

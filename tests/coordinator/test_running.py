@@ -1,125 +1,28 @@
 """Followers of a running session: all see the committed tokens, nobody sees more, and nothing stays when all left."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
 
 import pytest
 
-from coordinator.draft_length import Costs, DraftLength
-from coordinator.generation import Chunk, Generation, Limits, Round, chain
-from coordinator.running import RunningGeneration, RunningGenerations, WorkerHandles
+from coordinator.generation import Round
+from coordinator.redis_client import open_redis
 from coordinator.sessions import SessionStore, Status, open_store
-from coordinator.target import Scored
-from specdec.errors import DataLoss, Fenced, NotFound, Overloaded, Unavailable
-from specdec.exact.values import Proposal
-from specdec.types import FinishReason, SamplingParams, Statistics
-from tests.support.toys import NoText, ToyDrafter, ToyModel, ToyScorer, markov_logits
-
-SEED = 11
-LENGTH = 24
-PROMPT = (1,)
-SAMPLING = SamplingParams(seed=SEED, max_new_tokens=LENGTH)
-MAX_TURNS = 100_000  # of the event loop: what has not happened by then waits for itself
-
-
-class Drafter(ToyDrafter):
-    """A toy that counts its ends."""
-
-    num_closed = num_dropped = 0
-
-    async def close(self) -> None:
-        self.num_closed += 1
-
-    def drop(self) -> None:
-        self.num_dropped += 1
-
-
-class Scorer(ToyScorer):
-    """A toy that counts its ends, and waits or fails where the test says."""
-
-    num_closed = num_dropped = 0
-    before: Callable[[int], Any]
-
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
-        await self.before(len(committed) - len(PROMPT))
-        return await super().score(committed, proposal)
-
-    async def close(self) -> None:
-        self.num_closed += 1
-
-    def drop(self) -> None:
-        self.num_dropped += 1
-
-
-class Gate:
-    """Lets rounds pass that begin before `limit` completion tokens, and the others when it is opened."""
-
-    def __init__(self, limit: int | None = None) -> None:
-        self.limit, self.opened = limit, asyncio.Event()
-
-    async def __call__(self, length: int) -> None:
-        if self.limit is not None and length >= self.limit:
-            await self.opened.wait()
-        await asyncio.sleep(0)
-
-
-class Coordinator:
-    """A coordinator of toys over a store; two over one store are two coordinators."""
-
-    def __init__(self, store: SessionStore, most: int = 8) -> None:
-        self.store, self.running = store, RunningGenerations(most)
-        self.before: Callable[[int], Any] = Gate()
-        self.teams: list[WorkerHandles] = []
-        self.claimed: list[RunningGeneration] = []
-
-    async def create(self, session_id: str) -> None:
-        await self.store.create(session_id, b"", b"", PROMPT, chain(b"", PROMPT))
-
-    async def revive(self, session_id: str) -> RunningGeneration:
-        session = await self.store.claim(session_id)
-        generation = Generation(
-            session.prompt,
-            SAMPLING,
-            Limits(LENGTH, 1000),
-            NoText(),
-            emitted=list(session.emitted),
-            finish=session.finish,
-            statistics=session.statistics,
-        )
-        live = RunningGeneration(session, generation, self.store)
-        self.claimed.append(live)
-        if session.status is Status.ACTIVE:
-            live.start(self.team())
-        return live
-
-    def team(self) -> WorkerHandles:
-        scorer = Scorer(ToyModel(markov_logits(1), SAMPLING, prompt=PROMPT), SEED)
-        scorer.before = self.before
-        drafter = Drafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
-        self.teams.append(WorkerHandles(scorer, drafter, DraftLength(Costs(), 8, fixed=3)))  # type: ignore[arg-type]
-        return self.teams[-1]
-
-    async def follow(self, session_id: str, offset: int = 0, digest: bytes = b"") -> AsyncIterator[tuple[Chunk, bool]]:
-        """What a handler does."""
-        async with (
-            self.running.attach(session_id, lambda: self.revive(session_id)) as live,
-            aclosing(live.follow(offset, digest)) as chunks,
-        ):
-            async for chunk, last in chunks:
-                yield chunk, last
-
-    async def tokens(self, session_id: str, offset: int = 0, digest: bytes = b"") -> list[int]:
-        """Follow to the end."""
-        return [token async for chunk, _ in self.follow(session_id, offset, digest) for token in tokens_of(chunk)]
-
-    async def stored(self, session_id: str) -> list[int]:
-        return [entry.token for entry in (await self.store.read(session_id)).emitted]
-
-
-def tokens_of(chunk: Chunk) -> list[int]:
-    return [entry.token for entry in chunk.emitted]
+from specdec.errors import DataLossError, FencedError, NotFoundError, OverloadedError, UnavailableError
+from specdec.types import FinishReason, Statistics
+from tests.support.toy_coordinator import (
+    LENGTH,
+    PROMPT,
+    Chunks,
+    Gate,
+    ToyCoordinator,
+    generation_tasks,
+    read_into,
+    take,
+    tokens_of,
+    until,
+)
 
 
 @pytest.fixture
@@ -128,16 +31,12 @@ async def store() -> AsyncIterator[SessionStore]:
     store = open_store("embedded", 1000.0)
     yield store
     await store.close()
-    await until(lambda: not running())
-
-
-def running() -> list[str]:
-    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("generation")]
+    await until(lambda: not generation_tasks())
 
 
 @pytest.fixture
-async def coordinator(store: SessionStore) -> Coordinator:
-    coordinator = Coordinator(store)
+async def coordinator(store: SessionStore) -> ToyCoordinator:
+    coordinator = ToyCoordinator(store)
     await coordinator.create("s")
     return coordinator
 
@@ -145,7 +44,7 @@ async def coordinator(store: SessionStore) -> Coordinator:
 @pytest.fixture
 async def undisturbed() -> list[int]:
     """The session's tokens, had nothing happened to it."""
-    alone = Coordinator(open_store("embedded", 1000.0))
+    alone = ToyCoordinator(open_store("embedded", 1000.0))
     await alone.create("s")
     tokens = await alone.tokens("s")
     await alone.store.close()
@@ -153,53 +52,27 @@ async def undisturbed() -> list[int]:
     return tokens
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until something is so."""
-    for _ in range(MAX_TURNS):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to that")
-
-
-async def take(chunks: AsyncIterator[tuple[Chunk, bool]], count: int) -> list[int]:
-    """Read chunks until there are at least so many tokens."""
-    tokens: list[int] = []
-    while len(tokens) < count:
-        chunk, _ = await anext(chunks)
-        tokens += tokens_of(chunk)
-    return tokens
-
-
-async def read_into(tokens: list[int], chunks: AsyncIterator[tuple[Chunk, bool]]) -> None:
-    async for chunk, _ in chunks:
-        tokens += tokens_of(chunk)
-
-
 # ---- following
 
 
-async def test_a_follower_gets_what_is_committed(coordinator: Coordinator) -> None:
-    chunks = [entry async for entry in coordinator.follow("s")]
+async def test_a_follower_gets_what_is_committed(coordinator: ToyCoordinator) -> None:
+    chunks = [entry async for entry in coordinator.follow("s", 0, b"")]
     tokens = [token for chunk, _ in chunks for token in tokens_of(chunk)]
     session = await coordinator.store.read("s")
     assert tokens == [entry.token for entry in session.emitted]
-    assert [last for _, last in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert [ending is None for _, ending in chunks] == [True] * (len(chunks) - 1) + [False]
     assert (chunks[-1][0].digest, session.finish) == (session.digest, FinishReason.LENGTH)
-    (team,) = coordinator.teams
-    assert (team.scorer.num_closed, team.drafter.num_closed) == (1, 1)
+    assert [each.num_closed for each in (*coordinator.toys.scorers, *coordinator.toys.drafters)] == [1, 1]
 
 
-async def test_two_followers_get_the_same_and_one_generation_runs(
-    coordinator: Coordinator, undisturbed: list[int]
-) -> None:
+async def test_followers_share_one_generation(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
     assert await asyncio.gather(*(coordinator.tokens("s") for _ in range(3))) == [undisturbed] * 3
-    assert len(coordinator.teams) == 1
+    assert len(coordinator.toys.scorers) == 1
 
 
-async def test_who_joins_late_gets_everything(coordinator: Coordinator, undisturbed: list[int]) -> None:
-    coordinator.before = gate = Gate(8)
-    async with aclosing(coordinator.follow("s")) as first:
+async def test_a_late_follower_gets_everything(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
+    coordinator.toys.before = gate = Gate(8)
+    async with aclosing(coordinator.follow("s", 0, b"")) as first:
         before = await take(first, 8)
         late = asyncio.create_task(coordinator.tokens("s"))
         offset = asyncio.create_task(coordinator.tokens("s", 5))
@@ -209,18 +82,19 @@ async def test_who_joins_late_gets_everything(coordinator: Coordinator, undistur
         assert await offset == undisturbed[5:]
 
 
-async def test_a_finished_session_is_replayed(coordinator: Coordinator, undisturbed: list[int]) -> None:
+async def test_a_finished_session_is_replayed(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
     assert await coordinator.tokens("s") == undisturbed
     assert await coordinator.tokens("s", 10) == undisturbed[10:]
-    (chunk, last), *more = [entry async for entry in coordinator.follow("s", LENGTH)]
-    assert (tokens_of(chunk), last, more) == ([], True, [])
-    assert len(coordinator.teams) == 1
+    (chunk, ending), *more = [entry async for entry in coordinator.follow("s", LENGTH, b"")]
+    assert ending
+    assert (tokens_of(chunk), ending.reason, more) == ([], FinishReason.LENGTH, [])
+    assert len(coordinator.toys.scorers) == 1
 
 
-async def test_nothing_uncommitted_is_seen(coordinator: Coordinator) -> None:
+async def test_nothing_uncommitted_is_seen(coordinator: ToyCoordinator) -> None:
     """The store's log is looked at with each chunk."""
     seen: list[int] = []
-    async for chunk, _ in coordinator.follow("s"):
+    async for chunk, _ in coordinator.follow("s", 0, b""):
         seen += tokens_of(chunk)
         assert (await coordinator.stored("s"))[: len(seen)] == seen
 
@@ -232,18 +106,18 @@ class LosingStore(SessionStore):
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:
         if step.base_length - len(PROMPT) >= self.fail_from:
-            raise Unavailable("the store is gone")
+            raise UnavailableError("the store is gone")
         await super().commit(session_id, epoch, step, statistics)
 
 
-async def test_tokens_whose_commit_failed_are_never_seen(store: SessionStore) -> None:
-    losing = LosingStore(store._client, 1000.0)
+async def test_tokens_whose_commit_failed_are_never_seen() -> None:
+    losing = LosingStore(open_redis("embedded"), 1000.0)
     losing.fail_from = 9
-    coordinator = Coordinator(losing)
+    coordinator = ToyCoordinator(losing)
     await coordinator.create("s")
     seen: list[int] = []
-    with pytest.raises(Unavailable):
-        await read_into(seen, coordinator.follow("s"))
+    with pytest.raises(UnavailableError):
+        await read_into(seen, coordinator.follow("s", 0, b""))
     assert seen == await coordinator.stored("s")
     assert 9 <= len(seen) < LENGTH
 
@@ -251,71 +125,70 @@ async def test_tokens_whose_commit_failed_are_never_seen(store: SessionStore) ->
 # ---- leaving and coming back
 
 
-async def test_when_the_last_follower_leaves_it_pauses(coordinator: Coordinator) -> None:
-    coordinator.before = Gate(8)
-    chunks = coordinator.follow("s")
+async def test_the_last_follower_to_leave_pauses_it(coordinator: ToyCoordinator) -> None:
+    coordinator.toys.before = Gate(8)
+    chunks = coordinator.follow("s", 0, b"")
     await take(chunks, 8)
     await chunks.aclose()
-    assert running() == []
-    (team,) = coordinator.teams
-    # abandoned, not closed: the workers keep their caches for whoever resumes
-    assert (team.scorer.num_closed, team.drafter.num_closed) == (0, 0)
-    assert (team.scorer.num_dropped, team.drafter.num_dropped) == (1, 1)
-    assert coordinator.running._entries == {}
+    assert generation_tasks() == []
+    handles = [*coordinator.toys.scorers, *coordinator.toys.drafters]
+    # abandoned, not closed: the workers keep their caches for the coordinator that resumes it
+    assert [(each.num_closed, each.num_abandoned) for each in handles] == [(0, 1), (0, 1)]
+    assert len(coordinator.running) == 0
     assert (await coordinator.store.read("s")).status is Status.ACTIVE
 
 
-async def test_when_one_of_two_leaves_it_goes_on(coordinator: Coordinator, undisturbed: list[int]) -> None:
-    coordinator.before = gate = Gate(8)
-    first, second = coordinator.follow("s"), coordinator.follow("s")
+async def test_it_continues_while_one_follower_stays(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
+    coordinator.toys.before = gate = Gate(8)
+    first, second = coordinator.follow("s", 0, b""), coordinator.follow("s", 0, b"")
     await take(first, 8)
     begun = await take(second, 8)
     await first.aclose()
     gate.opened.set()
     assert begun + [token async for chunk, _ in second for token in tokens_of(chunk)] == undisturbed
-    assert len(coordinator.teams) == 1
+    assert len(coordinator.toys.scorers) == 1
 
 
 @pytest.mark.parametrize("length", [1, 7, 20])
-async def test_a_resumed_session_goes_on_as_if_undisturbed(
-    coordinator: Coordinator, undisturbed: list[int], length: int
+async def test_a_resumed_session_continues_as_if_undisturbed(
+    coordinator: ToyCoordinator, undisturbed: list[int], length: int
 ) -> None:
-    coordinator.before = Gate(length)
-    async with aclosing(coordinator.follow("s")) as chunks:
+    coordinator.toys.before = Gate(length)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         chunk, tokens = None, []
         while len(tokens) < length:
             chunk, _ = await anext(chunks)
             tokens += tokens_of(chunk)
-    coordinator.before = Gate()
+    coordinator.toys.before = Gate()
     assert chunk
     assert tokens + await coordinator.tokens("s", len(tokens), chunk.digest) == undisturbed
     assert (await coordinator.store.read("s")).epoch == 2
 
 
-async def test_what_a_client_has_must_be_in_the_store(coordinator: Coordinator) -> None:
+async def test_a_client_ahead_of_the_store_is_data_loss(coordinator: ToyCoordinator) -> None:
     await coordinator.tokens("s")
-    with pytest.raises(DataLoss, match="past the 24"):
+    with pytest.raises(DataLossError, match="past the 24"):
         await coordinator.tokens("s", LENGTH + 1)
-    with pytest.raises(DataLoss, match="other tokens"):
+    with pytest.raises(DataLossError, match="other tokens"):
         await coordinator.tokens("s", 5, b"x" * 16)
-    assert coordinator.running._entries == {}
+    assert len(coordinator.running) == 0
 
 
-async def test_an_unknown_session_is_not_found_and_leaves_nothing(coordinator: Coordinator) -> None:
+async def test_an_unknown_session_is_not_found(coordinator: ToyCoordinator) -> None:
     for _ in range(2):
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await coordinator.tokens("unknown")
-    assert coordinator.running._entries == {}
+    assert len(coordinator.running) == 0
 
 
-async def test_too_many_sessions_are_refused_and_followers_of_a_running_one_are_not(store: SessionStore) -> None:
-    coordinator = Coordinator(store, most=1)
+async def test_only_new_sessions_are_refused_when_full(store: SessionStore) -> None:
+    coordinator = ToyCoordinator(store, maximum=1)
     await coordinator.create("s")
     await coordinator.create("other")
-    coordinator.before = gate = Gate(4)
-    async with aclosing(coordinator.follow("s")) as chunks:
+    coordinator.toys.before = gate = Gate(4)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         await take(chunks, 4)
-        with pytest.raises(Overloaded, match="1 sessions"):
+        with pytest.raises(OverloadedError, match="1 sessions"):
             await coordinator.tokens("other")
         following = asyncio.create_task(coordinator.tokens("s"))
         gate.opened.set()
@@ -326,87 +199,118 @@ async def test_too_many_sessions_are_refused_and_followers_of_a_running_one_are_
 # ---- ends from outside
 
 
-async def test_a_cancelled_session_ends_at_what_is_committed(coordinator: Coordinator) -> None:
-    coordinator.before = gate = Gate(8)
-    async with aclosing(coordinator.follow("s")) as chunks:
+async def ended_cancelled(coordinator: ToyCoordinator, seen: list[int], chunks: Chunks) -> None:
+    """Read a cancelled session to its end, and compare it with the store."""
+    rest = [entry async for entry in chunks]
+    assert rest[-1][1]
+    assert rest[-1][1].reason is FinishReason.CANCELLED
+    seen += [token for chunk, _ in rest for token in tokens_of(chunk)]
+    assert seen == await coordinator.stored("s") == await coordinator.tokens("s")
+
+
+async def test_a_commit_learns_of_a_cancellation(coordinator: ToyCoordinator) -> None:
+    coordinator.toys.before = gate = Gate(8)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         seen = await take(chunks, 8)
         assert await coordinator.store.cancel("s") is Status.CANCELLED
         gate.opened.set()
-        rest = [entry async for entry in chunks]
-        assert coordinator.claimed[0].generation.finish is FinishReason.CANCELLED
-    assert rest[-1][1]
-    seen += [token for chunk, _ in rest for token in tokens_of(chunk)]
-    assert seen == await coordinator.stored("s") == await coordinator.tokens("s")
-    assert coordinator.teams[0].scorer.num_closed == 1
+        await ended_cancelled(coordinator, seen, chunks)
+    assert coordinator.toys.scorers[0].num_closed == 1
 
 
-async def test_a_fenced_session_says_so_and_the_other_coordinator_has_it(
-    coordinator: Coordinator, undisturbed: list[int]
-) -> None:
-    coordinator.before = gate = Gate(8)
-    other = Coordinator(coordinator.store)
-    async with aclosing(coordinator.follow("s")) as chunks:
+async def test_cancelling_at_the_owner_ends_the_round(coordinator: ToyCoordinator) -> None:
+    """A round that would never end by itself; the workers are told."""
+    coordinator.toys.before = Gate(8)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        seen = await take(chunks, 8)
+        assert await coordinator.cancel("s") is Status.CANCELLED
+        await ended_cancelled(coordinator, seen, chunks)
+    assert [each.num_closed for each in (*coordinator.toys.scorers, *coordinator.toys.drafters)] == [1, 1]
+
+
+async def test_cancelling_elsewhere_ends_the_round(coordinator: ToyCoordinator) -> None:
+    coordinator.toys.before = Gate(8)
+    watching = asyncio.create_task(coordinator.watch(period_s=0.001))
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        seen = await take(chunks, 8)
+        assert await ToyCoordinator(coordinator.store).cancel("s") is Status.CANCELLED
+        await ended_cancelled(coordinator, seen, chunks)
+    assert coordinator.toys.scorers[0].num_closed == 1
+    watching.cancel()
+
+
+async def test_a_takeover_ends_the_former_owners_round(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
+    coordinator.toys.before = Gate(8)
+    watching = asyncio.create_task(coordinator.watch(period_s=0.001))
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        seen = await take(chunks, 8)
+        assert await ToyCoordinator(coordinator.store).tokens("s") == undisturbed
+        with pytest.raises(FencedError):
+            await read_into(seen, chunks)
+    assert [(each.num_closed, each.num_abandoned) for each in coordinator.toys.scorers] == [(0, 1)]
+    watching.cancel()
+
+
+async def test_a_takeover_fences_the_former_owner(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
+    coordinator.toys.before = gate = Gate(8)
+    other = ToyCoordinator(coordinator.store)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         seen = await take(chunks, 8)
         taken_over = asyncio.create_task(other.tokens("s"))
-        await until(lambda: bool(other.claimed))
+        await until(lambda: bool(other.toys.scorers))
         gate.opened.set()
-        with pytest.raises(Fenced):
+        with pytest.raises(FencedError):
             await read_into(seen, chunks)
     assert await taken_over == undisturbed
     assert seen == undisturbed[: len(seen)]
 
 
-async def test_a_failed_generation_does_not_catch_who_comes_back(
-    coordinator: Coordinator, undisturbed: list[int]
+async def fail(length: int) -> None:
+    raise UnavailableError("no target worker")
+
+
+async def test_a_failed_generation_does_not_catch_newcomers(
+    coordinator: ToyCoordinator, undisturbed: list[int]
 ) -> None:
     """A follower that does not read keeps it in place, but not in the way."""
-
-    async def fail(length: int) -> None:
-        raise Unavailable("no target worker")
-
-    coordinator.before = fail
-    slow = coordinator.running.attach("s", lambda: coordinator.revive("s"))
-    live = await slow.__aenter__()
-    await until(lambda: live.has_failed)
-    coordinator.before = Gate()
-    assert await coordinator.tokens("s") == undisturbed
-    await slow.__aexit__(None, None, None)
-    assert coordinator.running._entries == {}
+    coordinator.toys.before = fail
+    async with coordinator.running.attach("s", lambda: coordinator.start("s")) as failing:
+        await until(lambda: failing.has_failed)
+        coordinator.toys.before = Gate()
+        assert await coordinator.tokens("s") == undisturbed
+    assert len(coordinator.running) == 0
 
 
-async def test_who_leaves_a_failed_generation_late_does_not_take_the_new_one_along(coordinator: Coordinator) -> None:
-    async def fail(length: int) -> None:
-        raise Unavailable("no target worker")
-
-    coordinator.before = fail
-    slow = coordinator.running.attach("s", lambda: coordinator.revive("s"))
-    live = await slow.__aenter__()
-    await until(lambda: live.has_failed)
-    coordinator.before = gate = Gate(4)
-    async with aclosing(coordinator.follow("s")) as chunks:
-        await take(chunks, 4)
-        await slow.__aexit__(None, None, None)
-        following = asyncio.create_task(coordinator.tokens("s"))
-        gate.opened.set()
-        assert len(await following) == LENGTH
-    assert len(coordinator.teams) == 2
+async def test_leaving_a_failed_generation_spares_its_successor(coordinator: ToyCoordinator) -> None:
+    coordinator.toys.before = fail
+    async with AsyncExitStack() as slow:
+        failing = await slow.enter_async_context(coordinator.running.attach("s", lambda: coordinator.start("s")))
+        await until(lambda: failing.has_failed)
+        coordinator.toys.before = gate = Gate(4)
+        async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+            await take(chunks, 4)
+            await slow.aclose()
+            following = asyncio.create_task(coordinator.tokens("s"))
+            gate.opened.set()
+            assert len(await following) == LENGTH
+    assert len(coordinator.toys.scorers) == 2
 
 
-async def test_stopping_tells_the_followers(coordinator: Coordinator) -> None:
-    coordinator.before = Gate(8)
-    async with aclosing(coordinator.follow("s")) as chunks:
+async def test_stopping_tells_the_followers(coordinator: ToyCoordinator) -> None:
+    coordinator.toys.before = Gate(8)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         await take(chunks, 8)
         await coordinator.running.stop()
-        with pytest.raises(Unavailable, match="resume"):
+        with pytest.raises(UnavailableError, match="resume"):
             await read_into([], chunks)
-    assert running() == []
+    assert generation_tasks() == []
 
 
-async def test_an_unexpected_error_reaches_the_follower(coordinator: Coordinator) -> None:
+async def test_an_unexpected_error_reaches_the_follower(coordinator: ToyCoordinator) -> None:
     async def fail(length: int) -> None:
         raise KeyError(length)
 
-    coordinator.before = fail
+    coordinator.toys.before = fail
     with pytest.raises(KeyError):
         await coordinator.tokens("s")
 
@@ -414,10 +318,24 @@ async def test_an_unexpected_error_reaches_the_follower(coordinator: Coordinator
 # ---- races
 
 
+async def test_joining_as_the_last_follower_leaves_continues(
+    coordinator: ToyCoordinator, undisturbed: list[int]
+) -> None:
+    """In the very tick in which the count becomes 0."""
+    coordinator.toys.before = Gate(8)
+    leaving = coordinator.follow("s", 0, b"")
+    await take(leaving, 8)
+    coordinator.toys.before = Gate()
+    closing = asyncio.create_task(leaving.aclose())
+    joining = asyncio.create_task(coordinator.tokens("s"))
+    await closing
+    assert await joining == undisturbed
+
+
 @pytest.mark.parametrize("seed", range(6))
-async def test_any_coming_and_going(store: SessionStore, undisturbed: list[int], seed: int) -> None:
+async def test_followers_may_come_and_go_at_any_time(store: SessionStore, undisturbed: list[int], seed: int) -> None:
     """Two coordinators, followers that leave at odd moments: each sees a prefix, and the log is never doubled."""
-    coordinators = [Coordinator(store), Coordinator(store)]
+    coordinators = [ToyCoordinator(store), ToyCoordinator(store)]
     await coordinators[0].create("s")
 
     async def visit(number: int) -> None:
@@ -426,31 +344,31 @@ async def test_any_coming_and_going(store: SessionStore, undisturbed: list[int],
         coordinator = coordinators[(number + seed) % 2]
         for stay in (1 + number + seed, 3 * number, 40):
             try:
-                async with aclosing(coordinator.follow("s", len(seen))) as chunks:
+                async with aclosing(coordinator.follow("s", len(seen), b"")) as chunks:
                     for _ in range(stay):
-                        chunk, last = await anext(chunks)
+                        chunk, ending = await anext(chunks)
                         assert chunk.offset == len(seen)
                         seen += tokens_of(chunk)
-                        if last:
+                        if ending:
                             break
-            except (Fenced, Unavailable):
+            except FencedError:
                 await asyncio.sleep(0)
             assert seen == undisturbed[: len(seen)]
 
     await asyncio.gather(*(visit(number) for number in range(6)))
-    assert running() == []
+    assert generation_tasks() == []
     assert await coordinators[0].tokens("s") == undisturbed == await coordinators[0].stored("s")
-    assert all(coordinator.running._entries == {} for coordinator in coordinators)
+    assert all(len(coordinator.running) == 0 for coordinator in coordinators)
 
 
 @pytest.mark.parametrize("turns", range(12))
 async def test_a_handler_may_be_cancelled_at_any_moment(
-    coordinator: Coordinator, undisturbed: list[int], turns: int
+    coordinator: ToyCoordinator, undisturbed: list[int], turns: int
 ) -> None:
     handler = asyncio.create_task(coordinator.tokens("s"))
     for _ in range(turns * turns):
         await asyncio.sleep(0)
     handler.cancel()
     await asyncio.gather(handler, return_exceptions=True)
-    await until(lambda: not running() and not coordinator.running._entries)
+    await until(lambda: not generation_tasks() and not len(coordinator.running))
     assert await coordinator.tokens("s") == undisturbed

@@ -10,8 +10,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.client import (
-    Client,
+from specdec import (
+    AsyncClient,
     Completion,
     FinishReason,
     SamplingParams,
@@ -37,14 +37,14 @@ async def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(folder: Path) -> AsyncIterator[Cluster]:
     """Both services with the same model."""
-    async with cluster(folder, folder) as running:
+    async with cluster(folder, folder, max_draft_tokens=32) as running:
         yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def client(served: Cluster) -> AsyncIterator[Client]:
+async def client(served: Cluster) -> AsyncIterator[AsyncClient]:
     """A client of it."""
-    async with Client(served.address) as opened:
+    async with AsyncClient(served.address) as opened:
         yield opened
 
 
@@ -59,7 +59,7 @@ GREEDY_PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", GREEDY_PARAMETERS)
-async def test_greedy_parameters_speculated_or_not(name: str, client: Client, folder: Path) -> None:
+async def test_greedy_parameters_speculated_or_not(name: str, client: AsyncClient, folder: Path) -> None:
     """Penalties see the draft tokens before each row: the text is that of a plain loop over transformers."""
     given = GREEDY_PARAMETERS[name]
     sampling = SamplingParams(
@@ -73,7 +73,7 @@ async def test_greedy_parameters_speculated_or_not(name: str, client: Client, fo
     )
     expected = greedy_loop(folder, sampling)
     for speculation in (PLAIN, SPECULATED, SpeculationParams(num_draft_tokens=4, drafter="ngram")):
-        completion = await client.complete(PROMPT, sampling=sampling, speculation=speculation)
+        completion = await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=speculation)
         assert list(completion.tokens) == expected, speculation
     assert len(set(expected)) > 1
 
@@ -98,12 +98,12 @@ def greedy_loop(folder: Path, sampling: SamplingParams) -> list[int]:
 
 @pytest.mark.parametrize("speculation", [PLAIN, SPECULATED], ids=["plain", "speculated"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_logprobs(client: Client, folder: Path, speculation: SpeculationParams, temperature: float) -> None:
+async def test_logprobs(client: AsyncClient, folder: Path, speculation: SpeculationParams, temperature: float) -> None:
     """Each token's log probability and the best tokens are the model's own, whatever the sampling."""
     sampling = SamplingParams(
         temperature=temperature, top_k=5, max_new_tokens=20, num_logprobs=3, seed=4, ignore_eos=True
     )
-    completion = await client.complete(PROMPT, sampling=sampling, speculation=speculation)
+    completion = await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=speculation)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         logits = model(torch.tensor([[*PROMPT, *completion.tokens]])).logits[0, len(PROMPT) - 1 : -1]
@@ -116,32 +116,36 @@ async def test_logprobs(client: Client, folder: Path, speculation: SpeculationPa
         assert torch.allclose(torch.tensor([value for _, value in entry.top]), best.values, atol=1e-3)
 
 
-async def test_same_seed_same_text(client: Client) -> None:
+async def test_same_seed_same_text(client: AsyncClient) -> None:
     sampling = SamplingParams(seed=11, max_new_tokens=30, ignore_eos=True)
-    first, again = [await client.complete(PROMPT, sampling=sampling, speculation=SPECULATED) for _ in range(2)]
-    other = await client.complete(PROMPT, sampling=SamplingParams(seed=12, max_new_tokens=30, ignore_eos=True))
+    first, again = [
+        await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=SPECULATED) for _ in range(2)
+    ]
+    other = await client.complete(
+        prompt_token_ids=PROMPT, sampling=SamplingParams(seed=12, max_new_tokens=30, ignore_eos=True)
+    )
     assert first.tokens == again.tokens
     assert first.digest == again.digest
     assert first.tokens != other.tokens
 
 
-async def test_a_draft_like_the_target_is_always_accepted(client: Client) -> None:
+async def test_a_draft_like_the_target_is_always_accepted(client: AsyncClient) -> None:
     """The only symptom of a stale draft row or a hole in the draft's cache is a lower acceptance rate."""
     sampling = SamplingParams(temperature=0, max_new_tokens=41, ignore_eos=True)
-    completion = await client.complete(PROMPT, sampling=sampling, speculation=SPECULATED)
+    completion = await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=SPECULATED)
     statistics = completion.finish.statistics
     assert statistics.acceptance_rate == 1
     assert statistics.num_rounds == math.ceil(41 / 5)
     assert set(completion.origins) == {TokenOrigin.ACCEPTED, TokenOrigin.BONUS}
 
 
-async def greedy(client: Client, **fields: object) -> Completion:
+async def greedy(client: AsyncClient, **fields: object) -> Completion:
     """Return a greedy, speculated completion."""
     sampling = SamplingParams(temperature=0, **{"max_new_tokens": 40, "ignore_eos": True} | fields)  # type: ignore[arg-type]
-    return await client.complete(PROMPT, sampling=sampling, speculation=SPECULATED)
+    return await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=SPECULATED)
 
 
-async def test_ends(client: Client) -> None:
+async def test_ends(client: AsyncClient) -> None:
     """Never past a stop or the length, wherever in an accepted run it falls; tokens and usage are cut together."""
     whole = await greedy(client)
     for position in range(12):
@@ -161,18 +165,18 @@ async def test_ends(client: Client) -> None:
     assert text.finish.reason is FinishReason.STOP
 
 
-async def test_to_the_end_of_the_context(client: Client) -> None:
+async def test_to_the_end_of_the_context(client: AsyncClient) -> None:
     """The last token of the context is reached, with and without speculation, and never passed."""
     context = (await client.get_model()).context_length
     prompt = [7] * (context - 9)
     for speculation in (PLAIN, SPECULATED, SpeculationParams(num_draft_tokens=32)):
         sampling = SamplingParams(temperature=0, ignore_eos=True)
-        completion = await client.complete(prompt, sampling=sampling, speculation=speculation)
+        completion = await client.complete(prompt_token_ids=prompt, sampling=sampling, speculation=speculation)
         assert len(completion.tokens) == 9
         assert completion.finish.reason is FinishReason.LENGTH
 
 
-async def test_session_is_readable(client: Client) -> None:
+async def test_session_is_readable(client: AsyncClient) -> None:
     completion = await greedy(client)
     session = await client.get_session(completion.session_id)
     assert session.status is SessionStatus.FINISHED
@@ -185,10 +189,10 @@ async def test_session_is_readable(client: Client) -> None:
     assert tuple(origin for chunk in replayed for origin in chunk.origins) == completion.origins
 
 
-async def test_followers_of_one_request(client: Client) -> None:
+async def test_followers_of_one_request(client: AsyncClient) -> None:
     """The same request_id, sent many times at once, is one session."""
     sampling = SamplingParams(seed=3, max_new_tokens=30, ignore_eos=True)
-    calls = [client.complete(PROMPT, sampling=sampling, request_id="one") for _ in range(8)]
+    calls = [client.complete(prompt_token_ids=PROMPT, sampling=sampling, request_id="one") for _ in range(8)]
     completions = await asyncio.gather(*calls)
     assert len({completion.session_id for completion in completions}) == 1
     assert len({completion.tokens for completion in completions}) == 1
@@ -196,9 +200,9 @@ async def test_followers_of_one_request(client: Client) -> None:
 
 async def test_draft_workers_that_are_not_there(folder: Path) -> None:
     """Without any draft worker the text is the same."""
-    async with cluster(folder, folder, draft="127.0.0.1:1") as running, Client(running.address) as client:
+    async with cluster(folder, folder, draft="127.0.0.1:1") as running, AsyncClient(running.address) as client:
         sampling = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)
-        completion = await client.complete(PROMPT, sampling=sampling, speculation=SPECULATED)
+        completion = await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=SPECULATED)
         assert completion.finish.statistics.num_draft_tokens == 0
         assert len(completion.tokens) == 20
         assert (await client.get_model()).drafters == ()

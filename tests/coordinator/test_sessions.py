@@ -14,8 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from redis.exceptions import AuthenticationError, ResponseError
 
 from coordinator.generation import OutputToken, Round, chain
+from coordinator.prompts import EncodedPrompt
+from coordinator.redis_client import MAX_CALLS, RedisClient, open_redis, read_script
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
-from specdec.errors import AlreadyExists, DataLoss, Fenced, NotFound, SpecdecError, Unavailable
+from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
 
@@ -26,7 +28,7 @@ LOGPROBS = TokenLogprobs(-0.5, ((3, -0.25), (4, -2.0)))
 
 
 async def create(store: SessionStore, session_id: str = SESSION, fingerprint: bytes = b"one") -> None:
-    await store.create(session_id, fingerprint, b"request", PROMPT, chain(b"", PROMPT))
+    await store.create(session_id, fingerprint, b"request", EncodedPrompt(PROMPT, chain(b"", PROMPT)))
 
 
 def round_after(
@@ -51,9 +53,17 @@ def tokens_of(played: Round) -> tuple[int, ...]:
     return tuple(entry.token for entry in played.emitted)
 
 
+class OpenStore(SessionStore):
+    """A store, and the Redis that it is in."""
+
+    def __init__(self, client: RedisClient, ttl_s: float) -> None:
+        super().__init__(client, ttl_s)
+        self.redis = client.redis
+
+
 @asynccontextmanager
-async def opened(url: str, ttl_s: float = TTL_S) -> AsyncIterator[SessionStore]:
-    store = open_store(url, ttl_s)
+async def opened(url: str, ttl_s: float = TTL_S) -> AsyncIterator[OpenStore]:
+    store = OpenStore(open_redis(url), ttl_s)
     try:
         yield store
     finally:
@@ -61,7 +71,7 @@ async def opened(url: str, ttl_s: float = TTL_S) -> AsyncIterator[SessionStore]:
 
 
 @pytest.fixture(params=["embedded", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[SessionStore]:
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]:
     """An empty store of each kind."""
     url = "embedded" if request.param == "embedded" else request.getfixturevalue("redis_url")
     async with opened(url) as store:
@@ -77,7 +87,7 @@ async def proxy(redis_server: RedisServer, redis_url: str) -> AsyncIterator[Prox
 # ---- what the store promises, on both kinds
 
 
-async def test_a_session_comes_back_as_it_was_committed(store: SessionStore) -> None:
+async def test_a_session_comes_back_as_it_was_committed(store: OpenStore) -> None:
     await create(store)
     session = await store.claim(SESSION)
     first = round_after(PROMPT, (1, 2, 0), logprobs=LOGPROBS)
@@ -90,7 +100,7 @@ async def test_a_session_comes_back_as_it_was_committed(store: SessionStore) -> 
     assert (read.request, read.statistics, read.epoch) == (b"request", last.statistics, 1)
 
 
-async def test_creating_again_changes_nothing(store: SessionStore) -> None:
+async def test_creating_again_changes_nothing(store: OpenStore) -> None:
     await create(store)
     await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,)))
     await create(store)
@@ -98,31 +108,31 @@ async def test_creating_again_changes_nothing(store: SessionStore) -> None:
     assert (read.epoch, len(read.emitted)) == (1, 1)
 
 
-async def test_a_key_with_other_parameters_is_refused(store: SessionStore) -> None:
+async def test_a_key_with_other_parameters_is_refused(store: OpenStore) -> None:
     await create(store)
-    with pytest.raises(AlreadyExists, match="new request_id"):
+    with pytest.raises(AlreadyExistsError, match="new request_id"):
         await create(store, fingerprint=b"other")
 
 
-async def test_each_claim_raises_the_epoch_and_reading_does_not(store: SessionStore) -> None:
+async def test_each_claim_raises_the_epoch_and_reading_does_not(store: OpenStore) -> None:
     await create(store)
     assert [(await store.claim(SESSION)).epoch for _ in range(3)] == [1, 2, 3]
     assert (await store.read(SESSION)).epoch == 3
 
 
-async def test_a_finished_session_keeps_its_epoch(store: SessionStore) -> None:
+async def test_a_finished_session_keeps_its_epoch(store: OpenStore) -> None:
     await create(store)
     await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.LENGTH))
     assert (await store.claim(SESSION)).epoch == 1
 
 
-async def test_unknown_sessions_are_not_found(store: SessionStore) -> None:
+async def test_unknown_sessions_are_not_found(store: OpenStore) -> None:
     for call in (store.claim, store.read, store.cancel):
-        with pytest.raises(NotFound, match="begin a new one"):
+        with pytest.raises(NotFoundError, match="begin a new one"):
             await call("no-such-session")
 
 
-async def test_cancelling_ends_a_session_at_its_next_commit(store: SessionStore) -> None:
+async def test_cancelling_ends_a_session_at_its_next_commit(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     assert await store.cancel(SESSION) is Status.CANCELLED
@@ -135,50 +145,50 @@ async def test_cancelling_ends_a_session_at_its_next_commit(store: SessionStore)
     )  # fmt: skip
 
 
-async def test_a_finished_session_cannot_be_cancelled(store: SessionStore) -> None:
+async def test_a_finished_session_cannot_be_cancelled(store: OpenStore) -> None:
     await create(store)
     await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.STOP))
     assert await store.cancel(SESSION) is Status.FINISHED
     assert (await store.read(SESSION)).finish is FinishReason.STOP
 
 
-async def test_nothing_follows_a_finish(store: SessionStore) -> None:
+async def test_nothing_follows_a_finish(store: OpenStore) -> None:
     await create(store)
     await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1,), FinishReason.STOP))
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, 1, round_after((*PROMPT, 1), (2,)))
 
 
 async def test_the_embedded_store_is_one_process_own() -> None:
     async with opened("embedded") as one, opened("embedded") as other:
         await create(one)
-        with pytest.raises(NotFound):
+        with pytest.raises(NotFoundError):
             await other.read(SESSION)
 
 
 # ---- checks that mutants of the scripts must fail
 
 
-async def check_zombies_are_fenced(store: SessionStore) -> None:
+async def check_zombies_are_fenced(store: OpenStore) -> None:
     await create(store)
     zombie = await store.claim(SESSION)
     owner = await store.claim(SESSION)
-    with pytest.raises(Fenced) as fenced:
+    with pytest.raises(FencedError) as fenced:
         await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
     assert fenced.value.metadata == {"epoch": str(owner.epoch)}
     assert (await store.read(SESSION)).emitted == ()
 
 
-async def check_zombies_are_fenced_even_where_they_repeat(store: SessionStore) -> None:
+async def check_zombies_are_fenced_even_where_they_repeat(store: OpenStore) -> None:
     await create(store)
     zombie = await store.claim(SESSION)
     await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
     await store.claim(SESSION)
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         await commit(store, zombie.epoch, round_after(PROMPT, (1,)))
 
 
-async def check_a_repeated_commit_adds_nothing(store: SessionStore) -> None:
+async def check_a_repeated_commit_adds_nothing(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     played = round_after(PROMPT, (1, 2), logprobs=LOGPROBS)
@@ -187,7 +197,7 @@ async def check_a_repeated_commit_adds_nothing(store: SessionStore) -> None:
     assert (await store.read(SESSION)).emitted == played.emitted
 
 
-async def check_a_repeated_last_commit_adds_nothing(store: SessionStore) -> None:
+async def check_a_repeated_last_commit_adds_nothing(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     played = round_after(PROMPT, (1,), FinishReason.EOS)
@@ -196,7 +206,7 @@ async def check_a_repeated_last_commit_adds_nothing(store: SessionStore) -> None
     assert (await store.read(SESSION)).status is Status.FINISHED
 
 
-async def check_a_commit_repeated_after_a_cancellation_is_recognised(store: SessionStore) -> None:
+async def check_a_commit_repeated_after_a_cancellation_is_recognised(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     played = round_after(PROMPT, (1, 2))
@@ -207,48 +217,48 @@ async def check_a_commit_repeated_after_a_cancellation_is_recognised(store: Sess
         await commit(store, epoch, round_after((*PROMPT, 1, 2), (3,)))
 
 
-async def check_another_length_is_data_loss(store: SessionStore) -> None:
+async def check_another_length_is_data_loss(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     for before in (PROMPT[:-1], (*PROMPT, 1)):
-        with pytest.raises(DataLoss, match="new session"):
+        with pytest.raises(DataLossError, match="new session"):
             await commit(store, epoch, round_after(before, (9, 9)))
     assert (await store.read(SESSION)).emitted == ()
 
 
-async def check_another_length_with_the_right_digest_is_data_loss(store: SessionStore) -> None:
+async def check_another_length_with_the_right_digest_is_data_loss(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     for base_length in (len(PROMPT) - 1, len(PROMPT) + 1):
-        with pytest.raises(DataLoss):
+        with pytest.raises(DataLossError):
             await commit(store, epoch, replace(round_after(PROMPT, (1,)), base_length=base_length))
 
 
-async def check_another_digest_is_data_loss(store: SessionStore) -> None:
+async def check_another_digest_is_data_loss(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
-    with pytest.raises(DataLoss, match="new session"):
+    with pytest.raises(DataLossError, match="new session"):
         await commit(store, epoch, round_after((1, 1, 1), (1,)))
     assert (await store.read(SESSION)).emitted == ()
 
 
-async def check_other_tokens_of_the_same_length_are_data_loss(store: SessionStore) -> None:
+async def check_other_tokens_of_the_same_length_are_data_loss(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1, 2)))
-    with pytest.raises(DataLoss):
+    with pytest.raises(DataLossError):
         await commit(store, epoch, round_after(PROMPT, (1, 3)))
 
 
-async def check_a_claim_raises_the_epoch(store: SessionStore) -> None:
+async def check_a_claim_raises_the_epoch(store: OpenStore) -> None:
     await create(store)
     assert (await store.claim(SESSION)).epoch < (await store.claim(SESSION)).epoch
 
 
-async def check_all_keys_live_as_long(store: SessionStore) -> None:
+async def check_all_keys_live_as_long(store: OpenStore) -> None:
     """Every commit gives all four keys the whole time to live again."""
     await create(store)
-    client = store._client
+    client = store.redis
     assert all([await client.pttl(key) > 0 for key in keys(SESSION)[:2]])
     epoch = (await store.claim(SESSION)).epoch
     before = PROMPT
@@ -261,22 +271,22 @@ async def check_all_keys_live_as_long(store: SessionStore) -> None:
         assert all(TTL_S - 500 < left <= TTL_S for left in left_s)
 
 
-async def check_remains_of_an_expired_session_are_swept(store: SessionStore) -> None:
+async def check_remains_of_an_expired_session_are_swept(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1, 2), logprobs=LOGPROBS))
-    await store._client.delete(keys(SESSION)[0])
+    await store.redis.delete(keys(SESSION)[0])
     await create(store)
     assert (await store.read(SESSION)).emitted == ()
 
 
-async def check_tokens_that_vanished_are_data_loss(store: SessionStore) -> None:
+async def check_tokens_that_vanished_are_data_loss(store: OpenStore) -> None:
     """What Redis evicts key by key."""
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1,)))
-    await store._client.delete(keys(SESSION)[1])
-    with pytest.raises(DataLoss):
+    await store.redis.delete(keys(SESSION)[1])
+    with pytest.raises(DataLossError):
         await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
 
 
@@ -284,7 +294,7 @@ CHECKS = [value for name, value in list(globals().items()) if name.startswith("c
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-async def test_checks(store: SessionStore, check: Callable[[SessionStore], Awaitable[None]]) -> None:
+async def test_checks(store: OpenStore, check: Callable[[OpenStore], Awaitable[None]]) -> None:
     await check(store)
 
 
@@ -319,24 +329,45 @@ MUTANTS = {
 }
 
 
-async def fails(check: Callable[[SessionStore], Awaitable[None]], script: str, old: str, new: str) -> bool:
+async def fails(check: Callable[[OpenStore], Awaitable[None]], script: str, old: str, new: str) -> bool:
     """Say whether a check rejects a store whose script is changed."""
-    async with opened("embedded") as store:
-        original = getattr(store, f"_{script}").script
-        text = original.decode() if isinstance(original, bytes) else original
-        assert text.count(old) == 1, f"{script}.lua has changed; change the mutant with it"
-        setattr(store, f"_{script}", store._client.register_script(text.replace(old, new)))
-        try:
-            await check(store)
-        except (AssertionError, SpecdecError, SessionCancelled, pytest.fail.Exception):
-            return True
-        return False
+
+    def mutated(name: str) -> str:
+        text = read_script(name)
+        assert name != script or text.count(old) == 1, f"{script}.lua has changed; change the mutant with it"
+        return text.replace(old, new) if name == script else text
+
+    store = OpenStore(RedisClient(FakeAsyncRedis(), read_script=mutated), TTL_S)
+    try:
+        await check(store)
+    except (AssertionError, SpecdecError, SessionCancelled, pytest.fail.Exception):
+        return True
+    finally:
+        await store.close()
+    return False
 
 
 # without this, a check that checks nothing would go unnoticed
 @pytest.mark.parametrize("name", MUTANTS)
 async def test_each_mutant_of_the_scripts_is_rejected(name: str) -> None:
     assert any([await fails(check, *MUTANTS[name]) for check in CHECKS])
+
+
+async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await store.redis.pexpire(keys(SESSION)[0], 60_000)
+    await store.heartbeat(SESSION, epoch)
+    assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
+    await store.claim(SESSION)
+    with pytest.raises(FencedError):
+        await store.heartbeat(SESSION, epoch)
+    await store.cancel(SESSION)
+    with pytest.raises(SessionCancelled):
+        await store.heartbeat(SESSION, epoch + 1)
+    await store.redis.delete(keys(SESSION)[0])
+    with pytest.raises(DataLossError):
+        await store.heartbeat(SESSION, epoch + 1)
 
 
 # ---- faults, on a real Redis
@@ -374,9 +405,9 @@ async def test_a_creation_and_a_claim_whose_replies_are_lost_hold(proxy: Proxy) 
 async def test_an_unguarded_append_would_be_doubled(proxy: Proxy) -> None:
     """The control: the proxy and redis-py do repeat a command that was carried out."""
     async with opened(proxy.url) as store:
-        await store._client.incr("counter")
+        await store.redis.incr("counter")
         proxy.lose_reply()
-        assert await store._client.incr("counter") == 3
+        assert await store.redis.incr("counter") == 3
 
 
 async def test_connections_that_are_cut_are_made_again(proxy: Proxy) -> None:
@@ -409,7 +440,7 @@ async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> Non
             epoch = (await store.claim(SESSION)).epoch
             await commit(store, epoch, round_after(PROMPT, (1,)))
             server.kill()
-            with pytest.raises(Unavailable, match="try again"):
+            with pytest.raises(UnavailableError, match="try again"):
                 await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
             server.start()
             await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
@@ -423,9 +454,9 @@ async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> No
             epoch = (await store.claim(SESSION)).epoch
             server.stop()
             server.start()
-            with pytest.raises(DataLoss):
+            with pytest.raises(DataLossError):
                 await commit(store, epoch, round_after(PROMPT, (1,)))
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 await store.read(SESSION)
 
 
@@ -439,21 +470,19 @@ async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisSe
             await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
             for key, data in backup.items():
                 client.restore(key, 0, data, replace=True)
-        with pytest.raises(DataLoss):
+        with pytest.raises(DataLossError):
             await commit(store, epoch, round_after((*PROMPT, 1, 2), (3,)))
 
 
 @pytest.mark.parametrize("part", [1, 2, 3], ids=["tokens", "origins", "logprobs"])
-async def test_half_a_session_is_not_read(store: SessionStore, part: int) -> None:
+async def test_half_a_session_is_not_read(store: OpenStore, part: int) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1, 2), logprobs=LOGPROBS))
-    await store._client.set(
-        keys(SESSION)[part], (await store._client.get(keys(SESSION)[part]))[: 4 if part < 3 else 21]
-    )
+    await store.redis.set(keys(SESSION)[part], (await store.redis.get(keys(SESSION)[part]))[: 4 if part < 3 else 21])
     if part == 2:
-        await store._client.set(keys(SESSION)[part], b"\x01")
-    with pytest.raises(DataLoss):
+        await store.redis.set(keys(SESSION)[part], b"\x01")
+    with pytest.raises(DataLossError):
         await store.read(SESSION)
 
 
@@ -462,7 +491,7 @@ async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> N
         await create(store)
         with redis_server.client() as client:
             client.pexpireat(keys(SESSION)[0], 1)
-        with pytest.raises(NotFound, match="expired"):
+        with pytest.raises(NotFoundError, match="expired"):
             await store.claim(SESSION)
 
 
@@ -472,13 +501,59 @@ async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None
         async def ping(self, **_: Any) -> Any:
             raise error
 
-    with pytest.raises(Unavailable, match=f"the session store refuses .{error}.; see to its address, password"):
-        await SessionStore(Refusing(), ttl_s=60).ping()
+    with pytest.raises(UnavailableError, match=f"the session store refuses .{error}.; see to its address, password"):
+        await RedisClient(Refusing()).ping()
 
 
 async def test_a_url_that_redis_does_not_know_is_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         open_store("http://127.0.0.1", TTL_S)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://h/0?wrong=1", "option that Redis clients do not know: 'wrong'"),
+        ("rediss://h/0?ssl_cert_reqs=perhaps", "wrong option.*perhaps"),
+    ],
+)
+async def test_wrong_options_in_a_url_are_named(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        open_store(url, TTL_S)
+
+
+# ---- many calls at once
+
+
+async def test_300_calls_at_once_succeed(store: OpenStore) -> None:
+    names = [f"session {number}" for number in range(300)]
+    await asyncio.gather(*(create(store, name) for name in names))
+    claimed = await asyncio.gather(*(store.claim(name) for name in names))
+    assert [session.epoch for session in claimed] == [1] * 300
+
+
+async def test_1024_commits_survive_a_pause_of_redis(redis_server: RedisServer, redis_url: str) -> None:
+    names = [f"session {number}" for number in range(1024)]
+    played = round_after(PROMPT, (1, 2))
+    async with opened(redis_url) as store:
+        await asyncio.gather(*(create(store, name) for name in names))
+        await asyncio.gather(*(store.claim(name) for name in names))
+        with redis_server.paused():
+            commits = [asyncio.create_task(store.commit(name, 1, played, played.statistics)) for name in names]
+            await asyncio.wait(commits, timeout=1.0)  # the pause itself
+            assert not any(commit.done() for commit in commits)
+        await asyncio.gather(*commits)
+
+
+async def test_a_call_gives_up_waiting_for_its_turn(redis_server: RedisServer, redis_url: str) -> None:
+    redis = open_redis(redis_url)
+    impatient = RedisClient(redis.redis, max_wait_s=0.01)
+    with redis_server.paused():
+        calls = [asyncio.create_task(impatient.ping()) for _ in range(MAX_CALLS + 1)]
+        with pytest.raises(UnavailableError, match="too many calls wait"):
+            await calls[-1]
+    await asyncio.gather(*calls[:-1])
+    await impatient.close()
 
 
 # ---- any order of calls, against a model
@@ -492,10 +567,10 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.store = open_store(self.server.url, TTL_S)
+        self.store = OpenStore(open_redis(self.server.url), TTL_S)
         self.commits: list[tuple[int, Round]] = []  # accepted: epoch and round
         self.epochs: list[int] = []  # given out
-        self.run(self.store._client.flushall())
+        self.run(self.store.redis.flushall())
         self.born()
 
     def born(self) -> None:
@@ -518,15 +593,15 @@ class StoreMachine(RuleBasedStateMachine):
     def expected(self, epoch: int, played: Round) -> str:
         """What the model says of a commit."""
         if not self.exists:
-            return "DataLoss"
+            return "DataLossError"
         if epoch != self.epoch:
-            return "Fenced"
+            return "FencedError"
         if self.commits and self.commits[-1] == (epoch, played):
             return "committed"
         if self.status is Status.CANCELLED:
             return "SessionCancelled"
         fits = self.status is Status.ACTIVE and played.base_digest == chain(b"", self.log)
-        return "committed" if fits else "DataLoss"
+        return "committed" if fits else "DataLossError"
 
     def try_commit(self, epoch: int, played: Round) -> None:
         outcome = self.outcome(epoch, played)
@@ -539,7 +614,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def claim(self) -> None:
         if not self.exists:
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFoundError):
                 self.run(self.store.claim(SESSION))
             return
         session = self.run(self.store.claim(SESSION))
@@ -577,7 +652,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.exists:
             self.born()
         self.run(create(self.store))
-        with pytest.raises(AlreadyExists):
+        with pytest.raises(AlreadyExistsError):
             self.run(create(self.store, fingerprint=b"other"))
 
     @precondition(lambda self: self.exists)
@@ -590,7 +665,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(chance=st.integers(0, 9))
     def expire(self, chance: int) -> None:
         if chance == 0:
-            self.run(self.store._client.pexpireat(keys(SESSION)[0], 1))
+            self.run(self.store.redis.pexpireat(keys(SESSION)[0], 1))
             self.exists = False
 
     @invariant()

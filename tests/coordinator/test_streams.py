@@ -1,5 +1,6 @@
 """The coordinator's ends of the worker streams, against workers that misbehave."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,12 +12,12 @@ import pytest
 from coordinator.streams import WorkerSession
 from coordinator.target import TargetWorkers
 from specdec.channel import open_channel
-from specdec.errors import Fenced, Unavailable
+from specdec.errors import FencedError, UnavailableError
 from specdec.exact.values import Proposal
 from specdec.serving.server import Server, serving
-from specdec.serving.settings import TargetSettings
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2, target_pb2_grpc
+from target_service.settings import TargetSettings
 
 SESSION = WorkerSession("session", 3, SamplingParams(seed=1), 2)
 Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]
@@ -68,7 +69,7 @@ async def served(servicer: Scripted) -> AsyncIterator[TargetWorkers]:
 
 async def refuse_as_fenced(requests: Any, context: Any) -> None:
     """End the stream before the coordinator has asked anything."""
-    raise Fenced("epoch 4 owns the session")
+    raise FencedError("epoch 4 owns the session")
 
 
 async def end_after_one_answer(requests: Any, context: Any) -> None:
@@ -107,7 +108,7 @@ async def test_a_refusal_at_open_is_told_as_it_is() -> None:
     """grpc.aio loses the status where a write meets the stream's end; asking again brings it."""
     for _ in range(20):
         async with served(Scripted(*[refuse_as_fenced] * 100)) as workers:
-            with pytest.raises(Fenced, match="epoch 4"):
+            with pytest.raises(FencedError, match="epoch 4"):
                 await workers.open(SESSION, 10).score([1, 2], Proposal())
 
 
@@ -117,10 +118,9 @@ async def test_a_worker_lost_between_rounds_costs_nothing_but_time(script: Any) 
         servicer = Scripted(script)
         async with served(servicer) as workers:
             scorer = workers.open(SESSION, 10)
-            first = await scorer.score([1, 2], Proposal())
-            scorer.keep(2, first.cached_len)
+            await scorer.score([1, 2], Proposal())
             second = await scorer.score([1, 2, 7], Proposal())
-            assert second.scores.rows[0].tail_token == 7
+            assert second.scores.positions[0].tail_token == 7
         assert servicer.num_streams == 2
         assert servicer.asked == [(0, [1, 2, 7])], "the new stream is sent everything"
 
@@ -129,7 +129,7 @@ async def test_nonsense_is_not_believed() -> None:
     servicer = Scripted(answer_nonsense)
     async with served(servicer) as workers:
         scored = await workers.open(SESSION, 10).score([1, 2], Proposal())
-    assert scored.scores.rows[0].tail_token == 7
+    assert scored.scores.positions[0].tail_token == 7
     assert servicer.num_streams == 2
 
 
@@ -138,13 +138,36 @@ async def test_a_worker_that_holds_less_is_sent_more() -> None:
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10)
         for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 7]):
-            scored = await scorer.score(committed, Proposal())
-            scorer.keep(len(committed), scored.cached_len)
+            await scorer.score(committed, Proposal())
     assert servicer.num_streams == 1
+
+
+async def always_hold_less(requests: Any, context: Any) -> None:
+    """Claim to hold nothing that is asked for, whatever is sent."""
+    async for request in requests:
+        if request.HasField("score"):
+            await context.write(well_answered(request.score, cached_len=max(0, request.score.start - 1)))
+
+
+async def test_a_second_miss_is_sent_everything() -> None:
+    servicer = Scripted(always_hold_less)
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10)
+        for length in range(2, 40):
+            await asyncio.wait_for(scorer.score([1] * length, Proposal()), 5)
+
+
+async def test_a_round_sends_what_was_committed_since_the_last() -> None:
+    servicer = Scripted()
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10)
+        for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 8, 9]):
+            await scorer.score(committed, Proposal())
+    assert servicer.asked == [(0, [1, 2]), (2, [7]), (3, [8, 9])]
 
 
 async def test_patience_ends() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
-        with pytest.raises(Unavailable, match="no target worker has served this round for 0 s; the session"):
+        with pytest.raises(UnavailableError, match="no target worker has served this round for 0 s; the session"):
             await scorer.score([1, 2], Proposal())

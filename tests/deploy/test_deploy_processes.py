@@ -6,12 +6,11 @@
 import asyncio
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
 
 import pytest
 import redis
 
-from specdec.client import Chunk, Client, FinishReason, SamplingParams, SpeculationParams
+from specdec import AsyncClient, Chunk, FinishReason, SamplingParams, SpeculationParams
 from tests.support.manifests import OVERLAYS, REPOSITORY, probes, quantity, render
 from tests.support.pods import LocalCluster, Pod
 
@@ -30,8 +29,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         cluster.kill()
 
 
-def client_of(cluster: LocalCluster, coordinator: Pod) -> Client:
-    return Client(f"{coordinator.address}:{cluster.addresses('coordinator').rsplit(':', 1)[1]}", timeout_s=60)
+def client_of(cluster: LocalCluster, coordinator: Pod) -> AsyncClient:
+    return AsyncClient(f"{coordinator.address}:{cluster.addresses('coordinator').rsplit(':', 1)[1]}", timeout_s=60)
 
 
 def test_every_pod_of_the_overlay_runs(cluster: LocalCluster) -> None:
@@ -51,7 +50,7 @@ def test_only_what_waits_for_redis_is_restarted(cluster: LocalCluster) -> None:
 
 
 async def test_a_generation_succeeds(cluster: LocalCluster) -> None:
-    async with Client(cluster.addresses("coordinator"), timeout_s=60) as client:
+    async with AsyncClient(cluster.addresses("coordinator"), timeout_s=60) as client:
         completion = await client.complete(PROMPT, sampling=GREEDY)
         plain = await client.complete(PROMPT, sampling=GREEDY, speculation=SpeculationParams(num_draft_tokens=0))
     assert completion.finish.reason is FinishReason.LENGTH
@@ -96,9 +95,9 @@ def test_redis_lets_nobody_do_more_than_the_coordinator(cluster: LocalCluster) -
 async def test_a_coordinator_that_is_told_to_end_keeps_its_promises(cluster: LocalCluster) -> None:
     """A running generation ends by itself, or goes on at the other coordinator; the client sees no seam."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=120, ignore_eos=True)
-    async with Client(cluster.addresses("coordinator"), timeout_s=60) as client:
+    async with AsyncClient(cluster.addresses("coordinator"), timeout_s=60) as client:
         whole = await client.complete(PROMPT, sampling=sampling)
-        async with aclosing(client.generate(PROMPT, sampling=sampling)) as chunks:
+        async with client.generate(PROMPT, sampling=sampling) as chunks:
             text = (await anext(chunks)).text
             ending = asyncio.to_thread(cluster.stop, cluster.of("coordinator")[:1])
             (text_after, endings) = await asyncio.gather(_text(chunks), ending)

@@ -1,19 +1,38 @@
 """Servers: ports, readiness, failure, shutdown."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
-from specdec.serving.server import CannotServe, Server, run_service, serving
-from specdec.serving.settings import TargetSettings
+from specdec.serving.server import CannotServe, Server, run_service, serving, supervised
 from specdec.v1 import target_pb2, target_pb2_grpc
+from target_service.settings import TargetSettings
 
 SERVICE = "specdec.v1.TargetService"
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """`run_service` configures the whole process."""
+    hooks, handlers, level = (sys.excepthook, threading.excepthook), logging.root.handlers[:], logging.root.level
+    yield
+    sys.excepthook, threading.excepthook = hooks
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+
+
 SETTINGS = TargetSettings(model="none", port=0, drain_s=0)
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -73,6 +92,29 @@ async def test_a_port_in_use_is_a_sentence() -> None:
         with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{server.port}.*choose another"):
             async with serving(taken, SERVICE, nothing):
                 pass
+
+
+async def never_ends() -> None:
+    await asyncio.Event().wait()
+
+
+async def ends() -> None:
+    pass
+
+
+async def breaks() -> None:
+    raise KeyError("a table without its entry")
+
+
+@pytest.mark.parametrize(("work", "words"), [(ends, "without an error"), (breaks, "KeyError")])
+async def test_a_task_that_ends_ends_the_service(work: Callable[[], Coroutine[Any, Any, None]], words: str) -> None:
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        async with supervised(server, "other", never_ends()), supervised(server, "watch", work()):
+            yield
+
+    with pytest.raises(CannotServe, match=f"its task watch has ended .{words}"):
+        await run_service(SETTINGS, "target", SERVICE, build)
 
 
 async def test_a_service_that_fails_ends() -> None:

@@ -4,7 +4,10 @@ import os
 
 import pytest
 
-from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings, load
+from coordinator.settings import CoordinatorSettings
+from draft_service.settings import SETTINGS as DraftSettings
+from specdec.serving.settings import load
+from target_service.settings import TargetSettings
 
 REQUIRED = ["--tokenizer", "folder"]
 

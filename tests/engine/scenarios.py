@@ -5,7 +5,7 @@ import random
 import torch
 
 from specdec.engine import Feed, LanguageModel, Sequence
-from specdec.engine.tree import path_to
+from specdec.exact.tree import path_to
 from tests.engine.tiny_models import OwnModel, assert_close, random_tokens
 
 TEXT_LENGTH = 30  # longer than the tiny models' sliding windows
@@ -37,7 +37,7 @@ def check_tree_rounds(model: LanguageModel, own: OwnModel) -> None:
         check_tree(own, text, tree, parents, rows)
         chain.check(chain_rows)
         assert_close(prefill_rows, own.logits(prefill.tokens))
-        path = [tree[node] for node in path_to(parents, chooser.randrange(TREE_SIZE // 2, TREE_SIZE))]
+        path = [tree[node] for node in path_to(chooser.randrange(TREE_SIZE // 2, TREE_SIZE) + 1, parents)]
         text += [*path, 7]
         closing = sequence.resume(start, [*path, 7], num_committed=len(text), min_fed=1)
         assert closing == [7]
@@ -54,7 +54,7 @@ def check_tree(own: OwnModel, text: list[int], tree: list[int], parents: tuple[i
     """Compare rows [1 + len(tree), vocab] with the own forward of each path from the text to a leaf."""
     assert_close(rows[0], own.logits(text)[-1])
     for leaf in set(range(len(parents))) - {parent - 1 for parent in parents}:
-        path = path_to(parents, leaf)
+        path = path_to(leaf + 1, parents)
         expected = own.logits([*text, *(tree[node] for node in path)])[len(text) :]
         assert_close(rows[[node + 1 for node in path]], expected)
 
@@ -94,5 +94,5 @@ def check_hidden_states(model: LanguageModel, own: OwnModel) -> None:
     assert states[2] is not None
     assert_close(states[0], own.outputs(text)[1])
     for row, node in enumerate((2, 3, 4)):
-        path = [tree[index] for index in path_to(parents, node)]
+        path = [tree[index] for index in path_to(node + 1, parents)]
         assert_close(states[2][row], own.outputs([*text, *path])[1][-1, list(some_layers)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdec.engine import CacheFull, ContiguousPool, EngineError, KvCache, LayerShape, Sequence
-from specdec.engine.tree import path_to
+from specdec.exact.tree import path_to
 
 SHAPES = [LayerShape(2, 3, 3), LayerShape(1, 4, 2)]  # layers may differ
 BLOCK_TOKENS = 4
@@ -79,7 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = self.new_tokens(size)
         sequence.mark_committed(base)
         if self.try_to_append(index, tokens, parents):
-            path = [tokens[node] for node in path_to(parents, data.draw(st.integers(0, size - 1)))]
+            path = [tokens[node] for node in path_to(data.draw(st.integers(0, size - 1)) + 1, parents)]
             assert sequence.resume(base, path, num_committed=base + len(path)) == []
             self.held[index] += path
 

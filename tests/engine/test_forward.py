@@ -202,7 +202,7 @@ class TestBadFeeds:
         assert model.cache.num_free_blocks == num_free
 
     @pytest.mark.parametrize(
-        ("parents", "says"), [((0, 0, 1), "hangs from"), ((0, 2), "has parent"), ((0, 0, 0, 0), "hangs from")]
+        ("parents", "says"), [((0, 0, 1), "hangs from"), ((0, 2), "are not a tree"), ((0, 0, 0, 0), "hangs from")]
     )
     def test_trees_need_roots_and_parents(self, model: LanguageModel, parents: tuple[int, ...], says: str) -> None:
         with pytest.raises(EngineError, match=says):

@@ -25,7 +25,7 @@ from specdec.engine import (
     TaskState,
 )
 from specdec.engine.batch import DECODING_TOKENS
-from specdec.engine.tree import path_to
+from specdec.exact.tree import path_to
 from tests.engine.tiny_models import load
 from tests.support import architectures
 
@@ -79,7 +79,7 @@ class ToyModel:
         cached = keys[begin : begin + sequence.length]
         base = sequence.length - len(feed.parents)
         sums = cached[:base].cumsum(0)
-        paths = [path_to(feed.parents, node) for node in range(len(feed.parents))]
+        paths = [path_to(node + 1, feed.parents) for node in range(len(feed.parents))]
         tree = [sums[-1] + sum(cached[base + node] for node in path) for path in paths]
         return torch.cat([sums, torch.tensor(tree)]).long() % MODULUS
 

@@ -9,7 +9,7 @@ import pytest_asyncio
 from prometheus_client import REGISTRY
 
 from benchmarks.measure import held_out_prompts
-from specdec.client import Client, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from tests.support.cluster import Cluster, cluster
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -39,7 +39,7 @@ def sampling(number: int) -> SamplingParams:
 
 async def test_64_sessions_each_as_alone(served: Cluster) -> None:
     """Alone the draft worker has time to draft ahead, in company it has not: the proposals are the same too."""
-    async with Client(served.address) as client:
+    async with AsyncClient(served.address) as client:
 
         async def run(number: int, prompt: str) -> Completion:
             speculation = SpeculationParams(num_draft_tokens=number % 5)

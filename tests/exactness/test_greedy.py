@@ -8,12 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.client import Client, SamplingParams, SpeculationParams
+from benchmarks.toy_drafters import KIND as TOY
+from benchmarks.toy_drafters import KINDS
+from specdec import AsyncClient, SamplingParams, SpeculationParams
 from tests.support.architectures import SERVED, VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 
 NUM_TOKENS = 64
 PROMPTS = [[(7 * length + 3 * place) % 300 + 2 for place in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34)]
+DRAFTERS = ("model", TOY.name)
+ROUNDS = [("model", 0), ("model", 1), ("model", 4), ("model", 8), (TOY.name, 8)]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 
@@ -32,20 +36,24 @@ def reference(folder: Path, prompts: Sequence[list[int]]) -> list[tuple[int, ...
 
 @pytest.mark.parametrize("name", SERVED)
 async def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
-    """8 sessions at once, of different lengths, for each K, with a draft that agrees with the target now and then."""
+    """8 sessions at once, of different lengths: chains of each K from a model that often agrees, and trees."""
     target = save_tokenizer(build(name, tmp_path / "target"), VOCAB_SIZE)
     draft = save_tokenizer(noisy_copy(target, tmp_path / "draft"), VOCAB_SIZE)
     expected = reference(target, PROMPTS)
-    accepted = 0
-    async with cluster(target, draft) as running, Client(running.address) as client:
-        for count in (0, 1, 4, 8):
-            speculation = SpeculationParams(num_draft_tokens=count)
+    accepted = dict.fromkeys(DRAFTERS, 0)
+    services = cluster(target, draft, drafters=",".join(DRAFTERS), kinds=KINDS)
+    async with services as running, AsyncClient(running.address) as client:
+        for drafter, count in ROUNDS:
+            speculation = SpeculationParams(num_draft_tokens=count, drafter=drafter)
             completions = await asyncio.gather(
-                *(client.complete(prompt, sampling=GREEDY, speculation=speculation) for prompt in PROMPTS)
+                *(
+                    client.complete(prompt_token_ids=prompt, sampling=GREEDY, speculation=speculation)
+                    for prompt in PROMPTS
+                )
             )
-            assert [completion.tokens for completion in completions] == expected, f"K = {count}"
-            accepted += sum(completion.finish.statistics.num_accepted_tokens for completion in completions)
-    assert accepted > 0, "no draft was ever accepted: this test would not see a bad cache"
+            assert [completion.tokens for completion in completions] == expected, f"{drafter}, K = {count}"
+            accepted[drafter] += sum(completion.statistics.num_accepted_tokens for completion in completions)
+    assert all(accepted.values()), f"some drafts were never accepted, so a bad cache would pass: {accepted}"
 
 
 def noisy_copy(folder: Path, copy: Path) -> Path:

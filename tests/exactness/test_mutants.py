@@ -1,32 +1,26 @@
 """Each planted mistake is rejected by the check that is there for it; the production code passes that same check."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cache
+from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
-from coordinator import rounds
-from coordinator.acceptance import accept
-from coordinator.draft_length import Costs, DraftLength
-from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms, Verdict
-from specdec.types import TokenOrigin
-from tests.support import mutants
-from tests.support.distributions import (
+from benchmarks.judging import (
     Agreement,
-    Enumeration,
+    Floats,
     History,
-    Pair,
     agreement,
     joint_distribution,
     reference_distribution,
-    target_text_distribution,
-    total_variation,
 )
+from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
+from coordinator.draft_length import Costs, DraftLength
+from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
+from tests.support import block_mutants, loop_mutants, mutants, tree_mutants
+from tests.support.enumeration import Enumeration, target_text_distribution, total_variation
 from tests.support.toys import (
     NUM_TOKENS,
     PROMPT,
@@ -34,6 +28,7 @@ from tests.support.toys import (
     ToyDrafter,
     ToyModel,
     ToyScorer,
+    TreeDrafter,
     markov_logits,
     num_redrawn,
     play,
@@ -44,43 +39,48 @@ torch.set_num_threads(1)
 
 # ---- enumerated
 
-TEXT_TOKENS, NUM_DRAFT_TOKENS = 3, 2
-CONTROLS = (mutants.StopsBeforeUnsure, mutants.DropsRows)
+TEXT_TOKENS = 3
+Mutant = mutants.Mutant | tree_mutants.TreeMutant
+CONTROLS: list[type[Mutant]] = [
+    mutants.StopsBeforeUnsure,
+    mutants.DropsDistributions,
+    block_mutants.BlockInParts,
+    tree_mutants.TreeInParts,
+]
 
 
-def distance(enumeration: Enumeration) -> Fraction:
+def distance(enumeration: Enumeration, num_draft_tokens: int) -> Fraction:
     """Return the total variation of the text's distribution from the target's."""
-    distribution = enumeration.text_distribution((0,), TEXT_TOKENS, lambda _: NUM_DRAFT_TOKENS)
+    distribution = enumeration.text_distribution((0,), TEXT_TOKENS, lambda history, note: num_draft_tokens)
     assert sum(distribution.values()) == 1
     return total_variation(distribution, target_text_distribution(enumeration.pair, (0,), TEXT_TOKENS))
 
 
-@cache
-def production_distance(pair: Pair) -> Fraction:
-    """Return the production rule's distance; the mutants share a few pairs."""
-    return distance(Enumeration(pair))
-
-
-def enumerated_mutants() -> list[type[mutants.Mutant]]:
+def enumerated_mutants(*modules: ModuleType) -> list[type[Mutant]]:
     """Return all of them."""
-    found = [each for each in vars(mutants).values() if isinstance(each, type) and issubclass(each, mutants.Mutant)]
-    return [each for each in found if each not in (mutants.Mutant, *CONTROLS)]
+    bases = (mutants.Mutant, block_mutants.BlockMutant, tree_mutants.TreeMutant)
+    found = {each for module in modules for each in vars(module).values() if isinstance(each, type)}
+    planted = [each for each in found if issubclass(each, bases) and each not in (*bases, *CONTROLS)]
+    return sorted(planted, key=lambda each: (each.__module__, each.__name__))
 
 
-@pytest.mark.parametrize("mutant", enumerated_mutants(), ids=lambda mutant: mutant.__name__)
-def test_enumeration_rejects(mutant: type[mutants.Mutant]) -> None:
+@pytest.mark.parametrize(
+    "mutant", enumerated_mutants(mutants, block_mutants, tree_mutants), ids=lambda mutant: mutant.__name__
+)
+def test_enumeration_rejects(mutant: type[Mutant]) -> None:
     """It is off by what it says it is, and the production rule on the same distributions by nothing."""
-    assert production_distance(mutant().pair) == 0
-    found = distance(mutant())
+    planted = mutant()
+    assert distance(planted.production(), planted.num_draft_tokens) == 0
+    found = distance(planted, planted.num_draft_tokens)
     print(f"{mutant.__name__}: total variation {float(found):.4f}")
     assert found > 0
-    assert round(float(found), 4) == mutant().total_variation
+    assert round(float(found), 4) == planted.total_variation
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_enumeration_passes_what_only_looks_wrong(control: type[mutants.Mutant]) -> None:
-    """Stopping before a draw, and forgetting what a token was drawn from, leave the distribution alone."""
-    assert distance(control()) == 0
+def test_enumeration_passes_what_only_looks_wrong(control: type[Mutant]) -> None:
+    """Stopping before a draw, forgetting what a token was drawn from, and the rules put together from parts."""
+    assert distance(control(), control().num_draft_tokens) == 0
 
 
 # ---- the edge that has no measure
@@ -88,29 +88,29 @@ def test_enumeration_passes_what_only_looks_wrong(control: type[mutants.Mutant])
 CERTAIN_NOT = Scores((TargetDistribution((0.0, 1.0), 0.0, 0), TargetDistribution((), 1.0, 5)))
 
 
-def accepted_at_zero(rule: Callable[[Proposal, Scores, Uniforms], Verdict]) -> int:
+def accepted_at_zero(rule: AcceptanceRule) -> int:
     """Return how many tokens pass that the target rules out, at the uniform 0."""
-    return rule(
-        Proposal((3,), (SparseDistribution((3, 4), (0.5, 0.5)),)), CERTAIN_NOT, Uniforms((0.0,), 0.0)
-    ).num_accepted
+    proposal = Proposal((3,), (SparseDistribution((3, 4), (0.5, 0.5)),))
+    return rule.accept(proposal, CERTAIN_NOT, Uniforms((0.0,), 0.0)).num_accepted
 
 
 def test_the_uniform_zero_rejects_inclusive_acceptance() -> None:
     """`<=` where it must be `<`: total variation 0, and yet an impossible token."""
-    assert accepted_at_zero(accept) == 0
-    assert accepted_at_zero(mutants.accept_inclusively) == 1
+    assert accepted_at_zero(TokenRule()) == accepted_at_zero(BlockRule()) == 0
+    assert accepted_at_zero(mutants.AcceptInclusively()) == 1
 
 
 # ---- what is shipped
 
 
-def test_redrawing_rejects_rows_rounded_after_the_draw() -> None:
-    """No statistic of texts sees it; drawing again from the decoded row does."""
-    rows = random_distributions(100)
-    assert num_redrawn(rows, rows) == 0
+def test_redrawing_rejects_rounding_after_the_draw() -> None:
+    """No statistic of texts sees it; drawing again from the decoded distribution does."""
+    drawn = random_distributions(100)
+    assert num_redrawn(drawn, drawn) == 0
     for dtype in (torch.bfloat16, torch.float16):
-        shipped = [mutants.rounded(row, dtype) for row in rows]
-        assert num_redrawn(rows, [SparseDistribution(row.token_ids, [*map(float, row.probs)]) for row in shipped]) > 0
+        rounded = [mutants.rounded(each, dtype) for each in drawn]
+        shipped = [SparseDistribution(each.token_ids, [*map(float, each.probs)]) for each in rounded]
+        assert num_redrawn(drawn, shipped) > 0
 
 
 # ---- the real loop
@@ -125,7 +125,9 @@ class Loop:
 
     drafter: type[ToyDrafter] = ToyDrafter
     scorer: type[ToyScorer] = ToyScorer
+    rule: AcceptanceRule = field(default_factory=TokenRule)
     support_max: int = 5
+    num_draft_tokens: int = 3
     num_tokens: int = NUM_TOKENS
     num_generations: int = NUM_GENERATIONS
     num_judged: int = NUM_TOKENS  # the first so many tokens, jointly
@@ -139,79 +141,70 @@ class Loop:
     async def text(self, draft: ToyModel, target: ToyModel, seed: int) -> History:
         """Generate once."""
         drafter, scorer = self.drafter(draft, seed), self.scorer(target, seed)
-        return (await play(drafter, scorer, self.draft_length(drafter), self.num_tokens)).tokens
+        return (await play(drafter, scorer, self.draft_length(drafter), self.num_tokens, self.rule)).tokens
 
     def draft_length(self, drafter: ToyDrafter) -> DraftLength:
-        """Choose K = 3; a drafter that remembers has its own say."""
-        remembers = isinstance(drafter, mutants.RememberingDrafter)
-        return drafter.draft_length if remembers else DraftLength(Costs(), 3, 3)
+        """Choose a fixed K; a drafter that remembers chooses its own."""
+        if isinstance(drafter, loop_mutants.RememberingDrafter):
+            return drafter.draft_length
+        return DraftLength(Costs(), self.num_draft_tokens, self.num_draft_tokens)
 
     def judged(self) -> Agreement:
         """Return how the texts agree with the target's distribution."""
-        logits = markov_logits(12).numpy()
+        target = ToyModel(markov_logits(12))
+        logits = target.logits.numpy()
 
-        def distribution_after(text: History) -> np.ndarray:
-            return reference_distribution(logits[(*PROMPT, *text)[-1]], ToyModel(logits).sampling, (), ())
+        def distribution_after(text: History) -> Floats:
+            return reference_distribution(logits[(*PROMPT, *text)[-1]], target.sampling, (), ())
 
         texts = [text[: self.num_judged] for text in asyncio.run(self.texts())]
         return agreement(texts, joint_distribution(distribution_after, self.num_judged))
 
 
-def recover_from_target(proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
-    """Play RecoversFromTarget in floats."""
-    return mutants.RecoversFromTarget().rule(proposal, scores, uniforms)
-
-
-def accept_all(proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
-    """Play AcceptsAll in floats."""
-    return Verdict(len(proposal), scores.rows[-1].tail_token, TokenOrigin.BONUS)
-
-
-def share_one_uniform(proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
-    """Test all tokens with the first one's uniform."""
-    return accept(proposal, scores, Uniforms(uniforms.accept[:1] * len(proposal), uniforms.close))
-
-
+TREES = Loop(TreeDrafter, num_draft_tokens=6, num_tokens=7)  # room for six draft tokens in a first round
 LOOPS = {
-    "argmax drafts": Loop(mutants.ArgmaxDrafter),
-    "discarding drafter": Loop(mutants.DiscardingDrafter),
-    "draft keys that accept": Loop(mutants.AcceptKeyDrafter),
-    "bonus from the row before": Loop(scorer=mutants.EarlyBonusScorer),
-    "tail from the whole row": Loop(scorer=mutants.WholeTailScorer, support_max=3),
+    "argmax drafts": Loop(loop_mutants.ArgmaxDrafter),
+    "discarding drafter": Loop(loop_mutants.DiscardingDrafter),
+    "draft keys that accept": Loop(loop_mutants.AcceptKeyDrafter),
+    "bonus from the position before": Loop(scorer=loop_mutants.EarlyBonusScorer),
+    "tail from the whole distribution": Loop(scorer=loop_mutants.WholeTailScorer, support_max=3),
+    "recovered from the target": Loop(rule=mutants.CloseBy(mutants.target_weights)),
+    "everything accepted": Loop(rule=mutants.AcceptAll()),
+    "one uniform for all tests": Loop(rule=loop_mutants.ShareOneUniform()),
+    "block: accepts as long as tests pass": Loop(rule=block_mutants.StopAtFailure()),
+    "block: product without limit": Loop(rule=block_mutants.UnclippedProduct()),
+    "tree: siblings sorted after drawing": Loop(loop_mutants.SortingDrafter),
+    "tree: siblings tested against the target": replace(TREES, rule=tree_mutants.TestAgainstTarget()),
+    "tree: bonus of the last position": replace(TREES, rule=tree_mutants.BonusOfLastPosition()),
+    "tree: read as a chain": replace(TREES, scorer=loop_mutants.ChainScorer),
 }
-RULES = [recover_from_target, accept_all, share_one_uniform]
+SOUND = {
+    "supports of five": Loop(),
+    "supports of three": Loop(support_max=3),
+    "block rule": Loop(rule=BlockRule()),
+    "trees": TREES,
+}
 
 
-@pytest.mark.parametrize("support_max", [5, 3])
-def test_chi_square_passes_the_real_loop(support_max: int) -> None:
+@pytest.mark.parametrize("name", SOUND)
+def test_chi_square_passes_the_real_loop(name: str) -> None:
     """The controls' control."""
-    assert Loop(support_max=support_max).judged().p_value > REJECT_BELOW
+    assert SOUND[name].judged().p_value > REJECT_BELOW
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_chi_square_rejects(name: str) -> None:
-    """A drafter or a scorer with a mistake, in the real loop."""
+    """A drafter, a scorer or a rule with a mistake, in the real loop."""
     result = LOOPS[name].judged()
     print(f"{name}: {result}")
     assert result.p_value < REJECT_BELOW
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_chi_square_rejects_the_rule(
-    rule: Callable[[Proposal, Scores, Uniforms], Verdict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wrong rule, in the real loop."""
-    monkeypatch.setattr(rounds, "accept", rule)
-    result = Loop().judged()
-    print(f"{rule.__name__}: {result}")
-    assert result.p_value < REJECT_BELOW
-
-
 def test_chi_square_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """K chosen from rejected tokens is exact with keys by round, and biased where keys by position come again."""
-    loop = Loop(mutants.RememberingDrafter, num_tokens=5, num_judged=2, num_generations=4_000)
+    loop = Loop(loop_mutants.RememberingDrafter, num_tokens=5, num_judged=2, num_generations=4_000)
     assert loop.judged().p_value > REJECT_BELOW
-    Ledger(key_of=mutants.by_position).installed(monkeypatch)
+    Ledger(key_of=loop_mutants.by_position).installed(monkeypatch)
     result = loop.judged()
     print(f"keys by position: {result}")
     assert result.p_value < REJECT_BELOW
@@ -226,24 +219,31 @@ def num_repeated(ledger: Ledger, loop: Loop) -> int:
     return len(ledger.entries) - len(set(ledger.entries))
 
 
-LONG = {"num_tokens": 24, "num_generations": 3}
+def long_loop(drafter: type[ToyDrafter] = ToyDrafter, scorer: type[ToyScorer] = ToyScorer) -> Loop:
+    """Return a loop with few long generations."""
+    return Loop(drafter, scorer, num_tokens=24, num_generations=3)
 
 
-def test_the_ledger_passes_the_real_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", [ToyDrafter, TreeDrafter])
+def test_the_ledger_passes_the_real_loop(drafter: type[ToyDrafter], monkeypatch: pytest.MonkeyPatch) -> None:
     """No key comes twice."""
-    assert num_repeated(Ledger().installed(monkeypatch), Loop(**LONG)) == 0
+    assert num_repeated(Ledger().installed(monkeypatch), long_loop(drafter)) == 0
 
 
 @pytest.mark.parametrize(
     "loop",
-    [Loop(mutants.AcceptKeyDrafter, **LONG), Loop(scorer=mutants.CloseKeyScorer, **LONG)],
-    ids=["draft and accept", "close and tail"],
+    [
+        long_loop(loop_mutants.AcceptKeyDrafter),
+        long_loop(scorer=loop_mutants.CloseKeyScorer),
+        long_loop(loop_mutants.SiblingKeyDrafter),
+    ],
+    ids=["draft and accept", "close and tail", "siblings"],
 )
-def test_the_ledger_rejects_purposes_that_share(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two purposes under one key; of the second, no statistic could tell."""
+def test_the_ledger_rejects_draws_that_share_keys(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two purposes, or two siblings, under one key; of the second, no statistic could tell."""
     assert num_repeated(Ledger().installed(monkeypatch), loop) > 0
 
 
 def test_the_ledger_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rejected draft was drawn with is drawn with again."""
-    assert num_repeated(Ledger(key_of=mutants.by_position).installed(monkeypatch), Loop(**LONG)) > 0
+    assert num_repeated(Ledger(key_of=loop_mutants.by_position).installed(monkeypatch), long_loop()) > 0

@@ -1,6 +1,6 @@
 """Once more through the network: real workers and a real coordinator, each a process, have the target's distribution.
 
-`make distribution` runs the same with more generations, and prints the figures.
+`make exactness` runs the same with more generations, and prints the figures.
 """
 
 from collections.abc import AsyncIterator
@@ -22,6 +22,7 @@ from benchmarks.exactness import (
     save_pair,
     services,
 )
+from benchmarks.judging import agreement, joint_distribution
 from specdec.channel import open_channel
 from specdec.exact.codec import distributions_from_proto
 from specdec.exact.randomness import Key, Purpose, uniform
@@ -29,12 +30,11 @@ from specdec.exact.sampling import draw
 from specdec.serving.session_stream import open_session
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2, draft_pb2_grpc
-from tests.support.distributions import agreement, joint_distribution
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_GENERATIONS = 4_000  # a session costs the machine some 15 ms, mostly streams that open and close
-FEWER_GENERATIONS = {"penalties": 1_000}  # which tests/test_service.py and tests/test_distribution.py prove closer by
+FEWER_GENERATIONS = {"penalties": 1_000, "tree, top_p 0.8": 1_000}  # which other tests prove more closely
 REJECT_BELOW = 1e-6
 
 

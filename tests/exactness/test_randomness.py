@@ -105,7 +105,7 @@ def neighbours(along: str, index: int) -> tuple[float, float]:
 
 def test_draws_do_not_depend_on_who_draws() -> None:
     """Nothing is passed along: other draws before, or from other threads, change nothing."""
-    key, found = Key(9, 1, Purpose.CLOSE), []
+    key, found = Key(9, 1, Purpose.CLOSE), list[float]()
     expected = uniform(11, key)
     threads = [threading.Thread(target=lambda: found.extend(uniform(11, key) for _ in range(200))) for _ in range(4)]
     for thread in threads:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from typing import cast
 
 import numpy as np
 import pytest
@@ -47,8 +48,8 @@ def rows_of(logits: torch.Tensor, sampling: SamplingParams, vocab_size: int = VO
 
 def transformers_rows(logits: torch.Tensor, *processors: object) -> torch.Tensor:
     """Return what transformers samples from."""
-    history = torch.tensor([[*PROMPT, *COMPLETION]] * len(logits))
-    return LogitsProcessorList(processors)(history, logits.clone()).softmax(-1)
+    history = cast(torch.LongTensor, torch.tensor([[*PROMPT, *COMPLETION]] * len(logits)))
+    return LogitsProcessorList(processors)(history, cast(torch.FloatTensor, logits.clone())).softmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 1.9, 50.0])

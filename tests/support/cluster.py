@@ -1,6 +1,6 @@
 """All three services on loopback ports, in the test's own process: real servers, real engines, no process start-up."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +11,18 @@ from tokenizers.models import WordLevel
 
 from coordinator.__main__ import SERVICE as GENERATION_SERVICE
 from coordinator.__main__ import built as built_coordinator
+from coordinator.settings import CoordinatorSettings
 from draft_service.__main__ import SERVICE as DRAFT_SERVICE
 from draft_service.__main__ import built as built_draft
+from draft_service.drafter import DrafterKind
+from draft_service.registry import registered
+from draft_service.settings import DraftWorkerSettings, settings_for
 from specdec.serving.server import serving
-from specdec.serving.settings import CoordinatorSettings, DraftSettings, TargetSettings
 from target_service.__main__ import SERVICE as TARGET_SERVICE
 from target_service.__main__ import built as built_target
+from target_service.settings import TargetSettings
 
-KV_CACHE_BYTES = 64 << 20
+WORKER = {"port": 0, "dtype": "float32", "kv_cache_bytes": 64 << 20, "drain_s": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +36,46 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    target: Path, draft_model: Path | None = None, *, drafters: str = "", **coordinator: object
+    target: Path,
+    draft_model: Path | None = None,
+    *,
+    drafters: str = "",
+    kinds: Mapping[str, DrafterKind] | None = None,
+    **coordinator: object,
 ) -> AsyncIterator[Cluster]:
     """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
     torch.set_num_threads(1)
     drafters = drafters or ("model,ngram" if draft_model else "ngram")
-    worker = {"port": 0, "dtype": "float32", "kv_cache_bytes": KV_CACHE_BYTES, "drain_s": 0}
     async with AsyncExitStack() as stack:
-        target_address = await stack.enter_async_context(_target(TargetSettings(model=str(target), **worker)))
+        target_address = await stack.enter_async_context(serving_target(target))
         model = str(draft_model) if draft_model else None
-        settings = DraftSettings(model=model, drafters=drafters, **worker)
-        draft_address = await stack.enter_async_context(_draft(settings))
-        settings = CoordinatorSettings(
-            **{"target": target_address, "draft": draft_address, "tokenizer": str(target), "port": 0, "drain_s": 0}
-            | coordinator
-        )
-        server = await stack.enter_async_context(
-            serving(settings, GENERATION_SERVICE, lambda server: built_coordinator(settings, server))
-        )
-        yield Cluster(f"127.0.0.1:{server.port}", target_address, draft_address)
+        kinds = kinds or registered()
+        settings = settings_for(kinds)(model=model, drafters=drafters, **WORKER)
+        draft_address = await stack.enter_async_context(_draft(settings, kinds))
+        served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
+        address = await stack.enter_async_context(serving_coordinator(**served))
+        yield Cluster(address, target_address, draft_address)
 
 
 @asynccontextmanager
-async def _target(settings: TargetSettings) -> AsyncIterator[str]:
-    async with serving(settings, TARGET_SERVICE, lambda server: built_target(settings, server)) as server:
+async def serving_target(model: Path, **settings: object) -> AsyncIterator[str]:
+    """Serve one target worker in float32; give its address."""
+    worker = TargetSettings(**{"model": str(model), **WORKER} | settings)  # type: ignore[arg-type]
+    async with serving(worker, TARGET_SERVICE, lambda server: built_target(worker, server)) as server:
         yield f"127.0.0.1:{server.port}"
 
 
 @asynccontextmanager
-async def _draft(settings: DraftSettings) -> AsyncIterator[str]:
-    async with serving(settings, DRAFT_SERVICE, lambda server: built_draft(settings, server)) as server:
+async def serving_coordinator(**settings: object) -> AsyncIterator[str]:
+    """Serve one coordinator; give its address."""
+    own = CoordinatorSettings(**{"port": 0, "drain_s": 0} | settings)  # type: ignore[arg-type]
+    async with serving(own, GENERATION_SERVICE, lambda server: built_coordinator(own, server)) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+@asynccontextmanager
+async def _draft(settings: DraftWorkerSettings, kinds: Mapping[str, DrafterKind]) -> AsyncIterator[str]:
+    async with serving(settings, DRAFT_SERVICE, lambda server: built_draft(settings, server, kinds)) as server:
         yield f"127.0.0.1:{server.port}"
 
 

@@ -16,7 +16,10 @@ from unittest import mock
 
 import yaml
 
-from specdec.serving.settings import CoordinatorSettings, DraftSettings, ServiceSettings, TargetSettings, load
+from coordinator.settings import CoordinatorSettings
+from draft_service.settings import SETTINGS as DraftSettings
+from specdec.serving.settings import ServiceSettings, load
+from target_service.settings import TargetSettings
 
 REPOSITORY = Path(__file__).parents[2]
 OVERLAYS = REPOSITORY / "deploy/kubernetes/overlays"

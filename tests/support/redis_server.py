@@ -47,6 +47,16 @@ class RedisServer:
     def kill(self) -> None:
         self._end(signal.SIGKILL)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let it answer nothing for a while: its process is stopped, its connections stay."""
+        assert self._process
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def client(self) -> redis.Redis:
         """Return a client that looks behind the store's back; close it."""
         return redis.Redis(port=self.port)

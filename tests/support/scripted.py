@@ -8,6 +8,7 @@ import grpc
 
 from specdec import errors
 from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.serving.status import to_status
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 
@@ -36,7 +37,7 @@ def chunk(begin: int, last: int | None = None, **changes: Any) -> dict[str, Any]
         "offset": offset,
         "tokens": tokens,
         "text": "".join(pieces),
-        "origins": [pb.ORIGIN_ACCEPTED] * (len(tokens) - 1) + [pb.ORIGIN_BONUS],
+        "origins": [pb.TOKEN_ORIGIN_ACCEPTED] * (len(tokens) - 1) + [pb.TOKEN_ORIGIN_BONUS],
         "digest": digest_at(offset + len(tokens)),
         "text_ends": [len("".join(pieces[: count + 1])) for count in range(len(pieces))],
     }
@@ -58,7 +59,7 @@ def sends(*chunks: dict[str, Any], then: errors.SpecdecError | grpc.StatusCode |
         for fields in chunks:
             await send(**fields)
         if isinstance(then, errors.SpecdecError):
-            await context.abort_with_status(errors.to_status(then))
+            await context.abort_with_status(to_status(then))
         if then is not None:
             await context.abort(then, "gone")
 
@@ -79,7 +80,7 @@ class Service(generation_pb2_grpc.GenerationServiceServicer):
         await self._play(request, context, pb.GenerateResponse)
 
     async def Resume(self, request: Any, context: Any) -> None:
-        await self._play(request, context, pb.ResumeResponse)
+        await self._play(request, context, lambda **fields: pb.ResumeResponse(chunk=pb.GenerateResponse(**fields)))
 
     async def GetSession(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)

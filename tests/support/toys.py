@@ -1,6 +1,6 @@
 """Toys with known distributions: Markov draft and target over a handful of tokens, driven through the production loop.
 
-They use the production sampling code, rows, keys and supports; only the models are matrices.
+They use the production sampling code, keys and supports; only the models are matrices.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -13,27 +13,25 @@ import pytest
 import torch
 
 from coordinator import generation as generation_module
-from coordinator.draft import Drafted
+from coordinator.acceptance import AcceptanceRule, TokenRule
 from coordinator.draft_length import DraftLength
 from coordinator.generation import Generation, Limits, Round
-from coordinator.rounds import run_rounds
-from coordinator.target import Scored
+from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
 from specdec.exact import randomness
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import SamplingContext, draw, draw_dense, next_token_distributions, sparse_distributions
-from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution
+from specdec.exact.tree import path_to
+from specdec.exact.values import Observations, Proposal, Scores, SparseDistribution, TargetDistribution, one_hot
 from specdec.types import SamplingParams
 
 VOCAB_SIZE = 5
 NUM_TOKENS = 4
 MAX_DRAFT_TOKENS = 5  # for automatic K
-DRAFT_S, SCORE_S = 0.01, 0.05  # what a draft token and a score are said to cost: K = 3 is best at the prior rate
+DRAFT_S, SCORE_S = 0.01, 0.05  # the cost of a draft token and of a score: K = 3 is best at the prior rate
 PROMPT = (0, 1, 4, 2, 1, 3, 0)  # each token has followed another, so that n-gram drafts never run dry
 
 History = tuple[int, ...]
-Answer = tuple[
-    list[list[float]], torch.Tensor
-]  # target probabilities on the supports, distributions outside them [K + 1, V]
+Answer = tuple[list[list[float]], torch.Tensor]  # target probabilities on the unions, distributions off them [N + 1, V]
 
 
 def markov_logits(seed: int, size: int = VOCAB_SIZE, scale: float = 1.5) -> torch.Tensor:
@@ -51,7 +49,7 @@ class ToyModel:
     support_max: int = VOCAB_SIZE
     prompt: History = PROMPT
     _distributions: dict[History, torch.Tensor] = field(default_factory=dict)
-    _rows: dict[History, SparseDistribution] = field(default_factory=dict)
+    _sparse: dict[History, SparseDistribution] = field(default_factory=dict)
     answers: dict[Hashable, Answer] = field(default_factory=dict)
 
     def distribution(self, history: History) -> torch.Tensor:
@@ -63,38 +61,43 @@ class ToyModel:
             self._distributions[history] = next_token_distributions(logits, [context], logits.shape[-1])[0]
         return self._distributions[history]
 
-    def row(self, history: History) -> SparseDistribution:
-        """Return the distribution as a draft's row."""
-        if history not in self._rows:
-            self._rows[history] = sparse_distributions(
-                self.distribution(history)[None], self.support_mass, self.support_max
-            )[0]
-        return self._rows[history]
+    def sparse(self, history: History) -> SparseDistribution:
+        """Return the distribution as a drafter ships it."""
+        if history not in self._sparse:
+            distribution = self.distribution(history)[None]
+            self._sparse[history] = sparse_distributions(distribution, self.support_mass, self.support_max)[0]
+        return self._sparse[history]
+
+
+# ---- drafters
 
 
 @dataclass(slots=True)
 class ToyDrafter:
-    """Drafts from a toy model."""
+    """Drafts a chain from a toy model."""
 
     model: ToyModel
     seed: int
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        """Return K tokens, each with its row."""
+        """Return K tokens, each with its distribution."""
         tokens: History = ()
-        rows: tuple[SparseDistribution, ...] = ()
-        for position in range(num_draft_tokens):
-            row = self.model.row((*committed, *tokens))
-            tokens += (self.draw(row, len(committed), position),)
-            rows += (row,)
-        return Drafted(Proposal(tokens, rows), len(committed), DRAFT_S * num_draft_tokens)
+        distributions: tuple[SparseDistribution, ...] = ()
+        for index in range(num_draft_tokens):
+            distributions += (self.distribution((*committed, *tokens)),)
+            tokens += (self.draw(distributions[-1], len(committed), index),)
+        return Drafted(Proposal(tokens, distributions), DRAFT_S * num_draft_tokens)
 
-    def draw(self, row: SparseDistribution, committed_length: int, position: int) -> int:
+    def distribution(self, history: History) -> SparseDistribution:
+        """Return the distribution that is drawn from and shipped."""
+        return self.model.sparse(history)
+
+    def draw(self, distribution: SparseDistribution, committed_length: int, index: int) -> int:
         """Draw a token of the proposal."""
-        return draw(row, randomness.uniform(self.seed, Key(committed_length, position, Purpose.DRAFT)))
+        return draw(distribution, randomness.uniform(self.seed, Key(committed_length, index, Purpose.DRAFT)))
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Nothing is held."""
+    def observe(self, observations: Observations) -> None:
+        """Ignore them."""
 
 
 @dataclass(slots=True)
@@ -102,20 +105,18 @@ class RepeatingDrafter(ToyDrafter):
     """Drafts as n-gram lookup does: the token that last followed the last one, for certain; else nothing."""
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        """Return at most K tokens with one-hot rows."""
+        """Return at most K tokens with one-hot distributions."""
         tokens: History = ()
         while len(tokens) < num_draft_tokens:
             follower = last_follower((*committed, *tokens))
             if follower is None:
                 break
             tokens += (follower,)
-        return Drafted(
-            Proposal(tokens, tuple(SparseDistribution((token,), (1.0,)) for token in tokens)), len(committed), DRAFT_S
-        )
+        return Drafted(Proposal(tokens, tuple(map(one_hot, tokens))), DRAFT_S)
 
 
 def last_follower(history: Sequence[int]) -> int | None:
-    """Return the token behind the last earlier occurrence of the history's last token."""
+    """Return the token after the last earlier occurrence of the history's last token."""
     followers = [after for before, after in pairwise(history) if before == history[-1]]
     return followers[-1] if followers else None
 
@@ -136,6 +137,97 @@ class FlakyDrafter(ToyDrafter):
 
 
 @dataclass(slots=True)
+class TreeDrafter(ToyDrafter):
+    """Drafts a tree of K tokens, breadth first; siblings are drawn, certain, and drawn again.
+
+    The first child of a position is drawn, the second is the most probable of the other tokens, chosen without a draw,
+    and the third is drawn once more, so that it may repeat the first.
+    """
+
+    branching: tuple[int, ...] = (3, 2, 1)  # children of a position, by depth
+
+    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+        """Return a tree of at most K tokens."""
+        tokens: list[int] = []
+        distributions: list[SparseDistribution] = []
+        parents: list[int] = []
+        texts: list[History] = [()]  # before each position; grows with the tree
+        for position, text in enumerate(texts):
+            siblings: list[int] = []
+            for rank in range(min(self.width(len(text)), num_draft_tokens - len(tokens))):
+                distribution = self.candidate((*committed, *text), rank, siblings)
+                siblings.append(self.draw(distribution, len(committed), len(tokens)))
+                tokens.append(siblings[-1])
+                distributions.append(distribution)
+                parents.append(position)
+                texts.append((*text, siblings[-1]))
+        return Drafted(Proposal(tuple(tokens), tuple(distributions), tuple(parents)), DRAFT_S * len(tokens))
+
+    def width(self, depth: int) -> int:
+        """Return the number of children of a position."""
+        return self.branching[depth] if depth < len(self.branching) else 0
+
+    def candidate(self, history: History, rank: int, siblings: Sequence[int]) -> SparseDistribution:
+        """Return the distribution of a position's next child."""
+        distribution = self.distribution(history)
+        others = [token for token in distribution.token_ids if token not in siblings]  # most probable first
+        return one_hot(others[0]) if rank == 1 and others else distribution
+
+
+@dataclass(slots=True)
+class StemDrafter(TreeDrafter):
+    """Drafts a chain of two that then branches."""
+
+    branching: tuple[int, ...] = (1, 1, 2, 1)
+
+
+@dataclass(slots=True)
+class ObservingDrafter(ToyDrafter):
+    """Drafts with observations: half the mass goes to the token that the target last found most probable there."""
+
+    observed: dict[int, int] = field(default_factory=dict)  # a token, and the target's most probable token after it
+    text: list[int] = field(default_factory=list)
+
+    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+        """Return K tokens."""
+        self.text = committed
+        return await ToyDrafter.propose(self, committed, num_draft_tokens)
+
+    def observe(self, observations: Observations) -> None:
+        """Learn from observations."""
+        observed = self.text[observations.start : observations.end]
+        assert len(observed) == len(observations), "observations past the committed tokens"
+        for token, top in zip(observed, observations.top_tokens, strict=True):
+            self.observed[token] = int.from_bytes(top, "little")
+
+    def distribution(self, history: History) -> SparseDistribution:
+        """Return the model's distribution, tilted to what was observed after the last token."""
+        distribution = self.model.sparse(history)
+        if history[-1] not in self.observed:
+            return distribution
+        probs = dict(
+            zip(distribution.token_ids, np.asarray(distribution.probs, np.float32) / np.float32(2), strict=True)
+        )
+        top = self.observed[history[-1]]
+        probs[top] = probs.get(top, np.float32(0)) + np.float32(0.5)
+        return SparseDistribution(tuple(probs), tuple(map(float, probs.values())))
+
+
+@dataclass(slots=True)
+class LosingDrafter(ObservingDrafter):
+    """Loses most observations on the way to its worker, which forgets what it learned now and then."""
+
+    def observe(self, observations: Observations) -> None:
+        """Learn from every third observation."""
+        if observations.start % 3 == 0:
+            self.observed.clear()
+            ObservingDrafter.observe(self, observations)
+
+
+# ---- the target
+
+
+@dataclass(slots=True)
 class ToyScorer:
     """Scores with a toy model."""
 
@@ -143,30 +235,31 @@ class ToyScorer:
     seed: int
 
     async def score(self, committed: list[int], proposal: Proposal) -> Scored:
-        """Return the K + 1 rows."""
+        """Return the target's answers at the N + 1 positions."""
         probs, outside = self.answer(tuple(committed), proposal)
         tokens, masses = draw_dense(outside, self.draws(len(committed), len(outside)))
-        return Scored(Scores(tuple(map(TargetDistribution, probs, masses, tokens))), len(committed), SCORE_S)
+        return Scored(Scores(tuple(map(TargetDistribution, probs, masses, tokens))), SCORE_S)
 
     def answer(self, committed: History, proposal: Proposal) -> Answer:
         """Return what does not depend on the seed; remembered, since generations are many and histories few."""
-        key = committed, proposal.tokens, tuple(row.token_ids for row in proposal.rows)
+        unions = proposal.unions()
+        key = committed, proposal.tokens, proposal.parents, tuple(unions)
         if key not in self.model.answers:
             distributions = self.distributions(committed, proposal)
-            supports = [list(row.token_ids) for row in proposal.rows] + [[]]
-            probs = [
-                distribution[support].tolist() for distribution, support in zip(distributions, supports, strict=True)
-            ]
+            supports = [list(union) for union in unions]
+            pairs = zip(distributions, supports, strict=True)
+            probs = [distribution[support].tolist() for distribution, support in pairs]
             self.model.answers[key] = probs, self.tails(distributions, supports)
         return self.model.answers[key]
 
     def distributions(self, committed: History, proposal: Proposal) -> torch.Tensor:
-        """Return the target's distribution at each position [K + 1, V]."""
-        ends = range(len(proposal) + 1)
-        return torch.stack([self.model.distribution((*committed, *proposal.tokens[:end])) for end in ends])
+        """Return the target's distribution at each position [N + 1, V]."""
+        paths = [path_to(position, proposal.tree) for position in range(len(proposal) + 1)]
+        texts = [(*committed, *(proposal.tokens[index] for index in path)) for path in paths]
+        return torch.stack([self.model.distribution(text) for text in texts])
 
     def tails(self, distributions: torch.Tensor, supports: list[list[int]]) -> torch.Tensor:
-        """Return the distributions outside the supports [K + 1, V]."""
+        """Return the distributions outside the supports [N + 1, V]."""
         outside = distributions.clone()
         for index, support in enumerate(supports):
             outside[index, support] = 0
@@ -176,8 +269,20 @@ class ToyScorer:
         """Return the uniforms of the tail tokens."""
         return randomness.uniforms(self.seed, committed_length, count, Purpose.TAIL)
 
-    def keep(self, num_tokens: int, cached_len: int) -> None:
-        """Nothing is held."""
+
+@dataclass(slots=True)
+class ObservedScorer(ToyScorer):
+    """Also sends its most probable next token at the last committed token and at each draft token."""
+
+    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+        """Return the answers with observations."""
+        scored = await ToyScorer.score(self, committed, proposal)
+        tops = self.distributions(tuple(committed), proposal).argmax(dim=-1).tolist()
+        observations = Observations(len(committed) - 1, top_tokens=tuple(top.to_bytes(4, "little") for top in tops))
+        return replace(scored, scores=replace(scored.scores, observations=observations))
+
+
+# ---- generations
 
 
 class NoText:
@@ -200,9 +305,17 @@ class Play(NamedTuple):
     tokens: History
     num_drafted: int  # in the first round
     num_accepted: int  # in the first round
+    total_drafted: int
+    total_accepted: int
 
 
-async def play(drafter: ToyDrafter, scorer: ToyScorer, draft_length: DraftLength, num_tokens: int = NUM_TOKENS) -> Play:
+async def play(
+    drafter: ToyDrafter,
+    scorer: ToyScorer,
+    draft_length: DraftLength,
+    num_tokens: int = NUM_TOKENS,
+    rule: AcceptanceRule | None = None,
+) -> Play:
     """Generate through the production loop."""
     generation = new_generation(scorer.model, scorer.seed, num_tokens)
     rounds: list[Round] = []
@@ -210,10 +323,15 @@ async def play(drafter: ToyDrafter, scorer: ToyScorer, draft_length: DraftLength
     async def commit(played: Round) -> None:
         rounds.append(played)
 
-    await run_rounds(generation, drafter, scorer, draft_length, commit)
-    first = rounds[0].statistics
-    tokens = tuple(entry.token for entry in generation.emitted)
-    return Play(tokens, first.num_draft_tokens, first.num_accepted_tokens)
+    await run_rounds(generation, RoundParts(drafter, scorer, rule or TokenRule(), draft_length), commit)
+    first, last = rounds[0].statistics, rounds[-1].statistics
+    return Play(
+        tuple(entry.token for entry in generation.emitted),
+        first.num_draft_tokens,
+        first.num_accepted_tokens,
+        last.num_draft_tokens,
+        last.num_accepted_tokens,
+    )
 
 
 @dataclass
@@ -237,25 +355,27 @@ class Ledger:
         return self
 
 
-def random_distributions(num_rows: int, vocab_size: int = 1000) -> list[SparseDistribution]:
-    """Return rows of every peakedness, as a draft worker makes them."""
+# ---- what is shipped
+
+
+def random_distributions(count: int, vocab_size: int = 1000) -> list[SparseDistribution]:
+    """Return distributions of every peakedness, as a draft worker makes them."""
     generator = torch.Generator().manual_seed(3)
-    scale = torch.logspace(-1, 2, num_rows)[:, None]
-    logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
-    return sparse_distributions(
-        next_token_distributions(logits, [SamplingContext(SamplingParams())] * num_rows, vocab_size), 0.999, 64
-    )
+    scale = torch.logspace(-1, 2, count)[:, None]
+    logits = torch.randn(count, vocab_size, generator=generator) * scale
+    contexts = [SamplingContext(SamplingParams())] * count
+    return sparse_distributions(next_token_distributions(logits, contexts, vocab_size), 0.999, 64)
 
 
-def num_redrawn(rows: Sequence[SparseDistribution], shipped: Sequence[SparseDistribution]) -> int:
-    """Return how many draws come out otherwise when they are repeated from the shipped rows."""
-    uniforms = [(row, other, at) for row, other in zip(rows, shipped, strict=True) for at in sharp_uniforms(row)]
-    return sum(draw(row, at) != draw(other, at) for row, other, at in uniforms)
+def num_redrawn(drawn: Sequence[SparseDistribution], shipped: Sequence[SparseDistribution]) -> int:
+    """Return how many draws differ when they are repeated from the shipped distributions."""
+    uniforms = [(one, other, at) for one, other in zip(drawn, shipped, strict=True) for at in sharp_uniforms(one)]
+    return sum(draw(one, at) != draw(other, at) for one, other, at in uniforms)
 
 
-def sharp_uniforms(row: SparseDistribution) -> list[float]:
-    """Return uniforms at random, and those nearest to where the draw turns."""
-    turns = np.cumsum(np.asarray(row.probs, dtype=np.float64)) / np.sum(row.probs)
-    near = [np.nextafter(turns, 0), turns, np.nextafter(turns, 1)]
+def sharp_uniforms(distribution: SparseDistribution) -> list[float]:
+    """Return uniforms at random, and those nearest to where the draw changes."""
+    changes = np.cumsum(np.asarray(distribution.probs, dtype=np.float64)) / np.sum(distribution.probs)
+    near = [np.nextafter(changes, 0), changes, np.nextafter(changes, 1)]
     uniforms = [*np.concatenate(near).tolist(), *randomness.uniforms(3, 9, 5, Purpose.DRAFT)]
     return [at for at in uniforms if 0 <= at < 1]

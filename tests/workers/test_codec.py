@@ -1,4 +1,4 @@
-"""Values to protobuf and back; what clients and workers get wrong is refused, and said in words."""
+"""The values of a round to protobuf and back; malformed answers of workers are refused."""
 
 import math
 from collections.abc import Callable
@@ -9,39 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import messages
-from specdec.errors import InvalidArgument
+from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
-from specdec.exact.values import PositionLogprobs, Proposal, Scores, SparseDistribution, TargetDistribution
+from specdec.exact.tree import chain_parents
+from specdec.exact.values import (
+    Observations,
+    PositionLogprobs,
+    Proposal,
+    Scores,
+    SparseDistribution,
+    TargetDistribution,
+    one_hot,
+)
 from specdec.serving import session_stream
-from specdec.types import MAX_DRAFT_TOKENS, ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 VOCAB_SIZE = 50
 PROPERTY = settings(deadline=None, derandomize=True, database=None)
-
-
-def float32(low: float, high: float, **options: Any) -> st.SearchStrategy[float]:
-    return st.floats(np.float32(low).item(), np.float32(high).item(), width=32, **options)
-
-
-SAMPLING = st.builds(
-    SamplingParams,
-    temperature=float32(0, 100),
-    top_k=st.integers(0, 2**32 - 1),
-    top_p=float32(0, 1, exclude_min=True),
-    min_p=float32(0, 1),
-    repetition_penalty=float32(0, 100, exclude_min=True),
-    presence_penalty=float32(-100, 100),
-    frequency_penalty=float32(-100, 100),
-    seed=st.none() | st.integers(0, 2**64 - 1),
-    max_new_tokens=st.none() | st.integers(1, 2**32 - 1),
-    num_logprobs=st.none() | st.integers(0, messages.MAX_LOGPROBS),
-    logit_bias=st.dictionaries(st.integers(0, VOCAB_SIZE - 1), float32(-100, 100), max_size=4),
-    stop=st.lists(st.text(min_size=1, max_size=5), max_size=4).map(tuple),
-    stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4).map(tuple),
-    ignore_eos=st.booleans(),
-)
 
 
 def distribution(weights: list[float]) -> tuple[float, ...]:
@@ -50,7 +35,7 @@ def distribution(weights: list[float]) -> tuple[float, ...]:
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> SparseDistribution:
+def sparse_distributions(draw: st.DrawFn) -> SparseDistribution:
     ids = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6, unique=True))
     weights = draw(st.lists(st.floats(0, 1), min_size=len(ids), max_size=len(ids)))
     return SparseDistribution(tuple(ids), distribution(weights))
@@ -58,15 +43,19 @@ def rows(draw: st.DrawFn) -> SparseDistribution:
 
 @st.composite
 def proposals(draw: st.DrawFn) -> Proposal:
-    chosen = draw(st.lists(rows(), max_size=4))
-    return Proposal(tuple(draw(st.sampled_from(row.token_ids)) for row in chosen), tuple(chosen))
+    """Chains and trees, with distributions that siblings share and one-hot ones."""
+    chosen = draw(st.lists(sparse_distributions(), max_size=5))
+    chosen = [draw(st.sampled_from(chosen)) for _ in chosen]
+    tokens = tuple(draw(st.sampled_from(each.token_ids)) for each in chosen)
+    parents = tuple(draw(st.integers(0, index)) for index in range(len(tokens)))
+    return Proposal(tokens, tuple(chosen), () if parents == chain_parents(len(tokens)) else parents)
 
 
 @st.composite
 def exchanges(draw: st.DrawFn) -> tuple[Proposal, Scores]:
     """A proposal and the target's answer to it."""
     proposal = draw(proposals())
-    sizes = [len(row.token_ids) for row in proposal.rows] + [0]
+    sizes = [len(token_ids) for token_ids in proposal.unions()]
     distributions = [
         distribution(draw(st.lists(st.floats(0, 1), min_size=size + 1, max_size=size + 1))) for size in sizes
     ]
@@ -74,14 +63,23 @@ def exchanges(draw: st.DrawFn) -> tuple[Proposal, Scores]:
     targets = tuple(
         TargetDistribution(each[:-1], each[-1], tail) for each, tail in zip(distributions, tails, strict=True)
     )
-    return proposal, Scores(targets, draw(st.sampled_from([(), logprobs_for(proposal, tails)])))
+    logprobs = draw(st.sampled_from([(), logprobs_for(proposal, tails)]))
+    return proposal, Scores(targets, logprobs, draw(st.none() | observations(len(proposal))))
+
+
+@st.composite
+def observations(draw: st.DrawFn, num_draft_tokens: int) -> Observations:
+    """Observations of some committed tokens and of all draft tokens."""
+    count = draw(st.integers(1, 4)) + num_draft_tokens
+    kinds = draw(st.sampled_from([(4, 0), (0, 8), (4, 8)]))
+    hidden, top = ([bytes([index]) * size for index in range(count)] if size else [] for size in kinds)
+    return Observations(draw(st.integers(0, 9)), tuple(hidden), tuple(top))
 
 
 def logprobs_for(proposal: Proposal, tails: list[int]) -> tuple[PositionLogprobs, ...]:
-    supports = [row.token_ids for row in proposal.rows] + [()]
     return tuple(
         PositionLogprobs({token: -0.5 for token in (*support, tail)}, ((3, -0.25), (4, -math.inf)))
-        for support, tail in zip(supports, tails, strict=True)
+        for support, tail in zip(proposal.unions(), tails, strict=True)
     )
 
 
@@ -89,40 +87,41 @@ def logprobs_for(proposal: Proposal, tails: list[int]) -> tuple[PositionLogprobs
 
 
 @PROPERTY
-@given(SAMPLING)
-def test_sampling_comes_back(params: SamplingParams) -> None:
-    message = messages.sampling_to_proto(params)
-    again = types_pb2.SamplingParams.FromString(message.SerializeToString())
-    assert messages.sampling_from_proto(again, VOCAB_SIZE) == params
-
-
-def test_unset_sampling_is_neutral() -> None:
-    assert messages.sampling_from_proto(types_pb2.SamplingParams()) == SamplingParams()
-
-
-@pytest.mark.parametrize("count", [None, 0, 1, MAX_DRAFT_TOKENS])
-def test_speculation_keeps_unset_apart_from_0(count: int | None) -> None:
-    message = types_pb2.SpeculationParams(num_draft_tokens=count, drafter="ngram")
-    assert messages.speculation_from_proto(message) == SpeculationParams(count, "ngram")
-    assert messages.speculation_from_proto(types_pb2.SpeculationParams()) == SpeculationParams(None, None)
-
-
-@PROPERTY
-@given(st.lists(rows(), max_size=4))
-def test_rows_come_back_bit_for_bit(given_rows: list[SparseDistribution]) -> None:
-    assert codec.distributions_from_proto(codec.distributions_to_proto(given_rows)) == given_rows
-    supports = codec.distributions_to_proto(given_rows, with_probs=False)
+@given(st.lists(sparse_distributions(), max_size=4))
+def test_distributions_come_back_bit_for_bit(given_: list[SparseDistribution]) -> None:
+    assert codec.distributions_from_proto(codec.distributions_to_proto(given_)) == given_
+    supports = codec.distributions_to_proto(given_, with_probs=False)
     assert supports.probs == b""
-    assert codec.supports_from_proto(supports) == [list(row.token_ids) for row in given_rows]
+    assert codec.supports_from_proto(supports) == [list(row.token_ids) for row in given_]
 
 
 @PROPERTY
 @given(proposals())
 def test_proposals_come_back(proposal: Proposal) -> None:
-    message = draft_pb2.ProposeResponse(
-        tokens=proposal.tokens, distributions=codec.distributions_to_proto(proposal.rows)
-    )
+    message = draft_pb2.ProposeResponse.FromString(codec.proposal_to_proto(proposal).SerializeToString())
     assert codec.proposal_from_proto(message, len(proposal), VOCAB_SIZE) == proposal
+
+
+@PROPERTY
+@given(proposals())
+def test_supports_come_back_for_the_target(proposal: Proposal) -> None:
+    message = target_pb2.Score.FromString(codec.score_to_proto(3, [5], proposal).SerializeToString())
+    assert message.supports.probs == b""
+    assert codec.draft_supports_from_proto(message) == [list(each.token_ids) for each in proposal.distributions]
+    assert codec.checked_parents(message.parents, len(proposal)) == proposal.parents
+
+
+def test_candidates_without_a_draw_ship_ids_only() -> None:
+    tree = Proposal((7, 8, 9), (one_hot(7), one_hot(8), one_hot(9)), (0, 0, 1))
+    message = codec.proposal_to_proto(tree)
+    assert (list(message.tokens), list(message.parents), list(message.sources)) == ([7, 8, 9], [0, 0, 1], [0, 0, 0])
+    assert message.distributions == types_pb2.SparseDistributions()
+
+
+def test_siblings_ship_a_shared_distribution_once() -> None:
+    shared = SparseDistribution((1, 2), (0.25, 0.75))
+    message = codec.proposal_to_proto(Proposal((1, 2, 1), (shared,) * 3, (0, 0, 0)))
+    assert (list(message.sources), len(message.distributions.sizes)) == ([1, 1, 1], 4)
 
 
 @PROPERTY
@@ -131,11 +130,6 @@ def test_scores_come_back(exchange: tuple[Proposal, Scores]) -> None:
     proposal, scores = exchange
     message = target_pb2.ScoreResponse.FromString(codec.scores_to_proto(scores).SerializeToString())
     assert codec.scores_from_proto(message, proposal, VOCAB_SIZE) == scores
-
-
-def test_models_come_back() -> None:
-    info = ModelInfo("name", "print", 7, 9, "float32", "cpu", (1, 2))
-    assert messages.model_from_proto(messages.model_to_proto(info)) == info
 
 
 def test_a_session_s_opening_comes_back() -> None:
@@ -151,64 +145,7 @@ def test_arrays_are_little_endian() -> None:
     assert packed.probs == b"\0\0\0\x3f" * 2
 
 
-# ---- what clients get wrong
-
-
-BAD_SAMPLING = [
-    ({"temperature": -1.0}, "temperature", "-1", "[0, 100]"),
-    ({"temperature": 101.0}, "temperature", "101", "[0, 100]"),
-    ({"temperature": math.nan}, "temperature", "nan", "[0, 100]"),
-    ({"temperature": math.inf}, "temperature", "inf", "leave it unset"),
-    ({"top_p": 0.0}, "top_p", "0", "(0, 1]"),
-    ({"top_p": 1.5}, "top_p", "1.5", "(0, 1]"),
-    ({"min_p": -0.5}, "min_p", "-0.5", "[0, 1]"),
-    ({"min_p": 2.0}, "min_p", "2", "[0, 1]"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty", "0", "(0, 100]"),
-    ({"repetition_penalty": math.nan}, "repetition_penalty", "nan", "(0, 100]"),
-    ({"presence_penalty": -101.0}, "presence_penalty", "-101", "[-100, 100]"),
-    ({"frequency_penalty": math.inf}, "frequency_penalty", "inf", "[-100, 100]"),
-    ({"max_new_tokens": 0}, "max_new_tokens", "0", "at least 1"),
-    ({"num_logprobs": 21}, "num_logprobs", "21", "the most is 20"),
-    ({"stop": ["x"] * 17}, "stop", "17", "the most is 16"),
-    ({"stop": ["ok", ""]}, "stop", "0 characters", "1 to 256"),
-    ({"stop": ["x" * 257]}, "stop", "257 characters", "1 to 256"),
-    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "257", "the most is 256"),
-    ({"stop_token_ids": [1, 50]}, "stop_token_ids", "50", "ends at 49"),
-    ({"logit_bias": {50: 1.0}}, "logit_bias", "50", "ends at 49"),
-    ({"logit_bias": {7: 100.5}}, "logit_bias", "100.5 for token 7", "[-100, 100]"),
-    ({"logit_bias": {7: math.nan}}, "logit_bias", "nan for token 7", "[-100, 100]"),
-    ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias", "1025", "the most is 1024"),
-]
-
-
-@pytest.mark.parametrize(("fields", "name", "value", "remedy"), BAD_SAMPLING, ids=lambda each: str(each)[:24])
-def test_bad_sampling_names_field_value_and_remedy(fields: dict[str, Any], name: str, value: str, remedy: str) -> None:
-    vocab_size = 2000 if name == "logit_bias" and len(fields[name]) > 1000 else VOCAB_SIZE
-    with pytest.raises(InvalidArgument) as refused:
-        messages.sampling_from_proto(types_pb2.SamplingParams(**fields), vocab_size)
-    assert list(refused.value.violations) == [f"sampling.{name}"]
-    problem = refused.value.violations[f"sampling.{name}"]
-    assert value in problem
-    assert remedy in problem
-
-
-def test_all_wrong_fields_are_told_at_once() -> None:
-    message = types_pb2.SamplingParams(temperature=-1, top_p=2, stop=[""], stop_token_ids=[99])
-    with pytest.raises(InvalidArgument) as refused:
-        messages.sampling_from_proto(message, VOCAB_SIZE)
-    assert len(refused.value.violations) == 4
-
-
-def test_too_many_draft_tokens() -> None:
-    with pytest.raises(InvalidArgument, match=r"num_draft_tokens is 33; give 0 \(plain decoding\) to 32"):
-        messages.speculation_from_proto(types_pb2.SpeculationParams(num_draft_tokens=33))
-
-
-def test_tokens_past_the_vocabulary() -> None:
-    messages.check_tokens([], 5, "field")
-    messages.check_tokens([4], 5, "field")
-    with pytest.raises(InvalidArgument, match="field has token id 5; the vocabulary ends at 4"):
-        messages.check_tokens([0, 5, 1], 5, "field")
+# ---- openings
 
 
 @pytest.mark.parametrize("change", [{"session_id": ""}, {"epoch": 0}, {"sampling": types_pb2.SamplingParams()}])
@@ -218,14 +155,14 @@ def test_openings_that_lack_something(change: dict[str, Any]) -> None:
         message.ClearField(field)
         if field == "sampling":
             message.sampling.CopyFrom(value)
-    with pytest.raises(InvalidArgument, match=r"needs a session_id|need the resolved"):
+    with pytest.raises(InvalidArgumentError, match=r"needs a session_id|need the resolved"):
         session_stream.check_open(message, VOCAB_SIZE)
 
 
 # ---- what workers get wrong
 
-GOOD_ROWS = [SparseDistribution((1, 2), (0.25, 0.75)), SparseDistribution((3,), (1.0,))]
-PROPOSAL = Proposal((2, 3), tuple(GOOD_ROWS))
+GOOD = [SparseDistribution((1, 2), (0.25, 0.75)), SparseDistribution((3,), (1.0,))]
+PROPOSAL = Proposal((2, 3), tuple(GOOD))
 U, F = codec.UINT32, codec.FLOAT32
 
 
@@ -234,10 +171,11 @@ def packed(values: list[float], dtype: np.dtype[Any]) -> bytes:
 
 
 def good_proposal() -> draft_pb2.ProposeResponse:
-    return draft_pb2.ProposeResponse(tokens=PROPOSAL.tokens, distributions=codec.distributions_to_proto(GOOD_ROWS))
+    """The proposal with both distributions shipped, the one-hot one too."""
+    return draft_pb2.ProposeResponse(tokens=PROPOSAL.tokens, distributions=codec.distributions_to_proto(GOOD))
 
 
-BAD_ROWS: dict[str, dict[str, bytes]] = {
+BAD_DISTRIBUTIONS: dict[str, dict[str, bytes]] = {
     "half a value": {"probs": b"\0\0\0"},
     "fewer ids than sizes say": {"token_ids": packed([1, 2], U)},
     "more ids than sizes say": {"token_ids": packed([1, 2, 3, 4], U)},
@@ -262,10 +200,10 @@ def test_the_good_proposal_is_taken() -> None:
     assert codec.proposal_from_proto(good_proposal(), 2, VOCAB_SIZE) == PROPOSAL
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
+@pytest.mark.parametrize("name", BAD_DISTRIBUTIONS)
 def test_bad_proposals_are_refused(name: str) -> None:
     message = good_proposal()
-    for field, value in BAD_ROWS[name].items():
+    for field, value in BAD_DISTRIBUTIONS[name].items():
         setattr(message.distributions, field, value)
     with pytest.raises(codec.MalformedReply):
         codec.proposal_from_proto(message, 2, VOCAB_SIZE)
@@ -279,13 +217,48 @@ def test_proposals_of_the_wrong_length_or_order_are_refused(tokens: tuple[int, .
         codec.proposal_from_proto(message, asked, VOCAB_SIZE)
 
 
+BAD_TREES: dict[str, dict[str, list[int]]] = {
+    "a parent that comes after its child": {"parents": [2, 0]},
+    "a token that is its own parent": {"parents": [0, 2]},
+    "a parent that does not exist": {"parents": [0, 9]},
+    "fewer parents than tokens": {"parents": [0]},
+    "more parents than tokens": {"parents": [0, 1, 2]},
+    "fewer sources than tokens": {"sources": [1]},
+    "a source that does not exist": {"sources": [1, 3]},
+    "a distribution that nothing was drawn from": {"sources": [1, 0]},
+    "a source without the token": {"sources": [2, 1]},
+}
+
+
+@pytest.mark.parametrize("name", BAD_TREES)
+def test_bad_trees_are_refused(name: str) -> None:
+    message = good_proposal()
+    for field, value in BAD_TREES[name].items():
+        getattr(message, field)[:] = value
+    with pytest.raises(codec.MalformedReply):
+        codec.proposal_from_proto(message, 2, VOCAB_SIZE)
+
+
+BAD_OBSERVATIONS = {
+    "of nothing": types_pb2.Observations(start=1, count=2),
+    "at no token": types_pb2.Observations(start=1, hidden_states=b"1234"),
+    "that cannot be split": types_pb2.Observations(start=1, count=3, top_tokens=b"1234"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OBSERVATIONS)
+def test_bad_observations_are_refused(name: str) -> None:
+    with pytest.raises(codec.MalformedReply):
+        codec.observations_from_proto(BAD_OBSERVATIONS[name])
+
+
 def good_scores() -> target_pb2.ScoreResponse:
-    rows_ = (
+    positions = (
         TargetDistribution((0.5, 0.25), 0.25, 9),
         TargetDistribution((1.0,), 0.0, 8),
         TargetDistribution((), 1.0, 7),
     )
-    return codec.scores_to_proto(Scores(rows_, logprobs_for(PROPOSAL, [9, 8, 7])))
+    return codec.scores_to_proto(Scores(positions, logprobs_for(PROPOSAL, [9, 8, 7])))
 
 
 def with_logprobs(index: int, **changes: Any) -> Callable[[target_pb2.ScoreResponse], None]:
@@ -336,7 +309,7 @@ BAD_SCORES: dict[str, Callable[[target_pb2.ScoreResponse], None]] = {
 
 def test_the_good_scores_are_taken() -> None:
     scores = codec.scores_from_proto(good_scores(), PROPOSAL, VOCAB_SIZE)
-    assert [row.tail_token for row in scores.rows] == [9, 8, 7]
+    assert [position.tail_token for position in scores.positions] == [9, 8, 7]
     assert scores.logprobs == logprobs_for(PROPOSAL, [9, 8, 7])
 
 
@@ -358,7 +331,7 @@ def test_noise_is_refused_or_is_a_proposal(sizes: bytes, ids: bytes, probs: byte
         )
     except codec.MalformedReply:
         return
-    assert all(abs(sum(row.probs) - 1) < 1e-3 for row in proposal.rows)
+    assert all(abs(sum(each.probs) - 1) < 1e-3 for each in proposal.distributions)
 
 
 @PROPERTY
@@ -369,4 +342,4 @@ def test_noise_is_refused_or_is_scores(probs: bytes, mass: bytes, tokens: bytes)
         scores = codec.scores_from_proto(message, PROPOSAL, VOCAB_SIZE)
     except codec.MalformedReply:
         return
-    assert all(row.tail_token < VOCAB_SIZE for row in scores.rows)
+    assert all(position.tail_token < VOCAB_SIZE for position in scores.positions)

@@ -16,14 +16,18 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_service.__main__ import SERVICE, built, drafter_names
-from draft_service.drafters import DraftRequest
-from draft_service.model import DraftProcessor, ModelDrafter, ProposeTask
-from draft_service.ngram import NgramDrafter
+from draft_service.__main__ import SERVICE, built
+from draft_service.drafter import DraftRequest
+from draft_service.drafters.ngram import NgramDrafter
+from draft_service.model.drafter import ModelDrafter
+from draft_service.model.tasks import DraftProcessor, ProposeTask
+from draft_service.registry import registered
 from draft_service.servicer import DraftServicer
+from draft_service.settings import SETTINGS as DraftSettings
+from draft_service.settings import chosen_kinds
 from specdec.channel import open_channel
 from specdec.engine import ContiguousPool, ForwardOutput, KvCache, LanguageModel, LayerShape, Submission
-from specdec.errors import Fenced
+from specdec.errors import FencedError
 from specdec.exact import codec
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.sampling import SamplingContext, draw, next_token_distributions, sparse_distributions
@@ -32,7 +36,6 @@ from specdec.serving import session_stream
 from specdec.serving.model_worker import load_model, new_engine
 from specdec.serving.server import serving
 from specdec.serving.session_stream import Session
-from specdec.serving.settings import DraftSettings
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2 as pb
 from specdec.v1 import draft_pb2_grpc, types_pb2
@@ -80,7 +83,7 @@ async def served(folder: Path | None, **settings: Any) -> AsyncIterator[grpc.aio
     limits = {"support_mass": SUPPORT_MASS, "support_max": SUPPORT_MAX, "model": folder and str(folder)}
     worker = DraftSettings(**values | limits | settings)
     async with (
-        serving(worker, SERVICE, lambda server: built(worker, server)) as server,
+        serving(worker, SERVICE, lambda server: built(worker, server, registered())) as server,
         open_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         yield channel
@@ -203,7 +206,7 @@ def expected(
 def assert_same(actual: Proposal, wanted: Proposal) -> None:
     """Equal tokens and supports, and probabilities within rounding."""
     assert actual.tokens == wanted.tokens
-    for row, other in zip(actual.rows, wanted.rows, strict=True):
+    for row, other in zip(actual.distributions, wanted.distributions, strict=True):
         assert dict(zip(row.token_ids, row.probs, strict=True)) == pytest.approx(
             dict(zip(other.token_ids, other.probs, strict=True)), abs=1e-5
         )
@@ -275,7 +278,7 @@ async def test_the_shipped_token_is_drawn_from_the_shipped_row(channel, names) -
     stream, text = Stream(channel, next(names), SamplingParams(seed=99, temperature=1.5)), list(PROMPT)
     for _ in range(10):
         proposal = decoded(await stream.propose(0, text, 8), 8)
-        for index, (token, row) in enumerate(zip(proposal.tokens, proposal.rows, strict=True)):
+        for index, (token, row) in enumerate(zip(proposal.tokens, proposal.distributions, strict=True)):
             assert draw(row, uniform(99, Key(len(text), index, Purpose.DRAFT))) == token
             assert len(row.token_ids) <= SUPPORT_MAX
         text += proposal.tokens[:3]
@@ -347,7 +350,7 @@ def test_a_task_that_begins_again_forgets_what_it_drew() -> None:
     task.sequence.close()
     task.tokens = [1, 2]
     task.prepare()
-    assert (task.drawn, task.rows, task.tokens) == ([], [], [1, 2])
+    assert (task.drawn, task.distributions, task.tokens) == ([], [], [1, 2])
 
 
 # ---- draft-ahead
@@ -457,7 +460,7 @@ async def test_none_drafts_ahead_while_somebody_asks_or_after_its_stream_ended(m
     settings = DraftSettings(drafters="model", model=str(model_folder), dtype="float32", port=0)
     model, info = await load_model(settings, str(model_folder))
     engine = new_engine(settings, model, DraftProcessor(info.vocab_size, SUPPORT_MASS, SUPPORT_MAX))
-    drafter = ModelDrafter(engine, info, draft_ahead=True)
+    drafter = ModelDrafter(engine, info, drafts_ahead=True)
     engine.start()
     try:
         first, second = (Session(name, 1, PLAIN, len(PROMPT)) for name in ("first", "second"))
@@ -465,14 +468,14 @@ async def test_none_drafts_ahead_while_somebody_asks_or_after_its_stream_ended(m
         drafted = await drafter.propose(first, ask, match=False)
         asking = asyncio.create_task(drafter.propose(second, ask, match=False))
         await asyncio.sleep(0)  # it asks now
-        drafter.go_ahead(first, ask, drafted.proposal)
+        drafter.draft_ahead(first, ask, drafted.proposal)
         await asking
         assert FED_BY["first"] == [6, *[1] * 7], "nothing was drafted ahead"
 
         for session in (first, second):
-            drafter.go_ahead(session, ask, drafted.proposal)
+            drafter.draft_ahead(session, ask, drafted.proposal)
             await asyncio.sleep(0.001)
-            drafter.leave(session)
+            drafter.abandon(session)
         while engine.load.num_running or engine.load.num_waiting:  # noqa: ASYNC110  # the engine tells nobody
             await asyncio.sleep(0.001)
     finally:
@@ -499,7 +502,7 @@ async def test_who_was_fenced_while_it_wrote_goes_on_with_nothing() -> None:
     asked_ahead: list[int] = []
 
     class Recorder(NgramDrafter):
-        def go_ahead(self, session: Session, ask: DraftRequest, proposal: Proposal) -> None:
+        def draft_ahead(self, session: Session, ask: DraftRequest, proposal: Proposal) -> None:
             asked_ahead.append(session.epoch)
 
     class Context:
@@ -521,7 +524,7 @@ async def test_who_was_fenced_while_it_wrote_goes_on_with_nothing() -> None:
     await hanging.wrote.wait()
     await servicer.Propose(requests(2), reading)
     hanging.reads.set()
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         await old
     assert asked_ahead == [2]
 
@@ -554,7 +557,7 @@ async def test_an_ngram_draft_is_what_followed_before(channel, names) -> None:
     answer = await stream.propose(0, [1, 2, 3, 4, 5, 9, 1, 2, 3], 2)
     proposal = decoded(answer, 2)
     assert proposal.tokens == (4, 5)
-    assert proposal.rows == (SparseDistribution((4,), (1.0,)), SparseDistribution((5,), (1.0,)))
+    assert proposal.distributions == (SparseDistribution((4,), (1.0,)), SparseDistribution((5,), (1.0,)))
     assert answer.cached_len == 9
     answer = await stream.propose(12, [7], 2)
     assert (answer.cached_len, list(answer.tokens)) == (9, []), "it holds less than that"
@@ -578,9 +581,11 @@ def test_an_ngram_worker_never_imports_torch() -> None:
 import asyncio, sys
 from specdec.serving.telemetry import configure_logs
 from draft_service.__main__ import SERVICE, built
-from specdec import wire
-from specdec.serving.settings import DraftSettings
-from specdec.serving.server import open_channel, serving
+from draft_service.registry import registered
+from draft_service.settings import SETTINGS as DraftSettings
+from specdec.channel import open_channel
+from specdec.serving import session_stream
+from specdec.serving.server import serving
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2 as pb, draft_pb2_grpc
 
@@ -588,7 +593,7 @@ async def main():
     configure_logs("draft", "debug", "json")
     settings = DraftSettings(drafters="ngram", port=0, drain_s=0)
     async with (
-        serving(settings, SERVICE, lambda server: built(settings, server)) as server,
+        serving(settings, SERVICE, lambda server: built(settings, server, registered())) as server,
         open_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         call = draft_pb2_grpc.DraftServiceStub(channel).Propose()
@@ -697,4 +702,4 @@ async def test_bad_openings_are_refused(channel) -> None:
 )
 def test_settings_that_clash_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        drafter_names(DraftSettings(**settings))
+        chosen_kinds(DraftSettings(**settings), registered())

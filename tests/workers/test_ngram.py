@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafters import Drafted, DraftRequest
-from draft_service.ngram import NgramDrafter, SuffixIndex
+from draft_service.drafter import DraftRequest, DraftResult
+from draft_service.drafters.ngram import NgramDrafter, SuffixIndex
 from specdec.serving.session_stream import Session
 from specdec.types import SamplingParams
 
@@ -73,7 +73,7 @@ def test_truncation_leaves_no_trace(edits: list[tuple[int, list[int]]]) -> None:
         assert index.continuation(5) == looked_up(text, 1, 4, 5)
 
 
-async def ask(drafter: NgramDrafter, name: str, start: int, tokens: Sequence[int], count: int = 3) -> Drafted:
+async def ask(drafter: NgramDrafter, name: str, start: int, tokens: Sequence[int], count: int = 3) -> DraftResult:
     """Play one round."""
     return await drafter.propose(
         Session(name, 1, SamplingParams(seed=1), 0), DraftRequest(start, tokens, count), match=False

@@ -17,21 +17,21 @@ from transformers import AutoModelForCausalLM
 
 from specdec.channel import open_channel
 from specdec.engine import ContiguousPool, EngineLoop, ForwardOutput, KvCache, LanguageModel, LayerShape, Task
-from specdec.errors import Fenced, from_rpc_error
+from specdec.errors import FencedError, from_rpc_error
 from specdec.exact import codec
 from specdec.exact.randomness import Key, Purpose, uniform
-from specdec.exact.values import Proposal, Scores, SparseDistribution
+from specdec.exact.values import ObservationRequest, Proposal, Scores, SparseDistribution
 from specdec.serving import session_stream
 from specdec.serving.model_worker import eos_token_ids, running
 from specdec.serving.server import Server, serving
 from specdec.serving.session_stream import EpochFence, Session
-from specdec.serving.settings import TargetSettings
 from specdec.serving.tokenizer import TokenizerMissing, fingerprint, load_tokenizer
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from specdec.v1 import target_pb2_grpc, types_pb2
 from target_service.__main__ import SERVICE, built
-from target_service.scorer import Round, Scorer, ScoreTask
+from target_service.scorer import Scorer, ScoreRound, ScoreTask
+from target_service.settings import TargetSettings
 from tests.support.architectures import CONTEXT_LENGTH, VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
 
@@ -159,7 +159,7 @@ def values(answer: pb.ScoreResponse) -> tuple[object, ...]:
 def assert_rows(scores: Scores, distributions: torch.Tensor, committed_length: int, seed: int = 7) -> None:
     """The scores are those of the distributions [K + 1, V], with the tail tokens drawn by their own keys."""
     supports = [*SUPPORTS[: len(distributions) - 1], []]
-    for index, (row, distribution, support) in enumerate(zip(scores.rows, distributions, supports, strict=True)):
+    for index, (row, distribution, support) in enumerate(zip(scores.positions, distributions, supports, strict=True)):
         outside = distribution.double().clone()
         outside[support] = 0
         assert row.support_probs == pytest.approx(distribution[support].tolist(), abs=1e-5)
@@ -180,7 +180,7 @@ async def test_rows_equal_transformers(channel, names, reference) -> None:
     answer = await stream.score(0, PROMPT, DRAFT, SUPPORTS)
     distributions = reference(PROMPT + DRAFT).softmax(-1)[-4:]
     assert_rows(decoded(answer), distributions, len(PROMPT))
-    assert answer.cached_len == len(PROMPT) + len(DRAFT)
+    assert answer.cached_len == len(PROMPT)
     assert answer.timing.forward_s > 0
     assert answer.timing.total_s >= answer.timing.forward_s
     assert 0 < answer.load.kv_cache_usage <= 1
@@ -199,7 +199,7 @@ async def test_greedy_rows_are_one_hot(channel, names, reference) -> None:
     answer = await Stream(channel, next(names), SamplingParams(temperature=0, seed=1)).score(
         0, PROMPT, [3, 13], supports
     )
-    first, second, last = decoded(answer, supports).rows
+    first, second, last = decoded(answer, supports).positions
     assert (list(first.support_probs), first.tail_mass) == ([1.0, 0.0], 0.0)
     expected = reference([*PROMPT, 3, 13]).argmax(-1)[-2:].tolist()
     assert 13 not in expected, "the case is meant to reject"
@@ -231,7 +231,7 @@ async def test_log_probabilities_are_the_models_own(channel, names, reference) -
     scores = decoded(answer)
     expected = reference(PROMPT + DRAFT).log_softmax(-1)[-4:]
     for logprobs, distribution, row, support in zip(
-        scores.logprobs, expected, scores.rows, [*SUPPORTS, []], strict=True
+        scores.logprobs, expected, scores.positions, [*SUPPORTS, []], strict=True
     ):
         assert set(logprobs.by_token) == {*support, row.tail_token}
         assert all(distribution[token] == pytest.approx(value, abs=1e-4) for token, value in logprobs.by_token.items())
@@ -253,7 +253,7 @@ async def test_truncating_and_appending(channel, names, reference) -> None:
         text = [*text[:start], *tokens]
         answer = await stream.score(start, tokens, DRAFT, SUPPORTS)
         assert_rows(decoded(answer), reference(text + DRAFT).softmax(-1)[-4:], len(text))
-        assert answer.cached_len == len(text) + 3
+        assert answer.cached_len == len(text)
 
 
 @in_module_loop
@@ -388,7 +388,7 @@ async def test_a_newer_epoch_fences_the_older_stream(channel, names) -> None:
             await old.fail(message) if message.HasField("score") else await Stream(channel, name, epoch=3).fail(message)
         )
         assert error.code() == grpc.StatusCode.ABORTED
-        assert isinstance(from_rpc_error(error), Fenced)
+        assert isinstance(from_rpc_error(error), FencedError)
     late = await Stream(channel, name, epoch=2).fail(score(start=0, tokens=[1]))
     assert late.code() == grpc.StatusCode.ABORTED
     assert (await new.score(6, [3])).cached_len == 7, "the owner did not notice"
@@ -414,7 +414,7 @@ def test_claims_remember_the_sessions_heard_of_last() -> None:
 
     for name, epoch in (("a", 5), ("b", 5), ("a", 5), ("c", 5)):
         claims.check(session(name, epoch))
-    with pytest.raises(Fenced):
+    with pytest.raises(FencedError):
         claims.check(session("a", 4))
     claims.check(session("b", 4))
 
@@ -456,9 +456,9 @@ def test_of_the_sessions_in_one_forward_only_the_one_that_is_not_finite_fails(mo
     monkeypatch.setattr(ScoreTask, "fail", lambda task, error: failed.update({task: error}))
     logits = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits[3, 17] = math.nan
-    scorer = Scorer(NUM_TOKENS)
-    given = Round(0, [5], [7], [[7, 8]])
-    tasks = [scorer.task(Session(name, 1, PLAIN, 1), given, match=False) for name in "abc"]
+    scorer = Scorer(NUM_TOKENS, observation_window=8)
+    given = ScoreRound(0, [5], [7], [[7, 8]])
+    tasks = [scorer.task(Session(name, 1, PLAIN, 1), given, ObservationRequest(), match=False) for name in "abc"]
     scorer(tasks, logits)
     assert list(finished) == [tasks[0], tasks[2]]
     assert list(failed) == [tasks[1]]
@@ -507,8 +507,8 @@ BAD_ROUNDS = {
     ),
     "past the context": (score(tokens=[1] * CONTEXT_LENGTH, draft_tokens=[1], supports=supports([1])), "129 tokens"),
     "start past the context": (score(start=2**32 - 1, tokens=[1]), "context"),
-    "supports missing": (score(tokens=[1], draft_tokens=[3]), "score.supports"),
-    "too many supports": (score(tokens=[1], draft_tokens=[3], supports=supports([3], [4])), "score.supports"),
+    "supports missing": (score(tokens=[1], draft_tokens=[3]), "malformed proposal"),
+    "too many supports": (score(tokens=[1], draft_tokens=[3], supports=supports([3], [4])), "malformed proposal"),
     "own token not in the support": (
         score(tokens=[1], draft_tokens=[3], supports=supports([4])),
         "its own draft token",
@@ -629,6 +629,23 @@ def test_eos_tokens(generation: str | None, config: str | None, expected: tuple[
         if content is not None:
             (tmp_path / name).write_text(content)
     assert eos_token_ids(tmp_path) == expected
+
+
+@in_module_loop
+async def test_a_session_of_another_model_is_refused(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    """Before anything else: the epoch that it came with is not remembered either."""
+    stub, name = target_pb2_grpc.TargetServiceStub(channel), next(names)
+    served = (await stub.GetTarget(pb.GetTargetRequest())).model.fingerprint
+    assert len(served) == 32
+    opening = session_stream.open_session(name, 9, PLAIN, len(PROMPT))
+    call = stub.Score()
+    await call.write(pb.ScoreRequest(open=pb.OpenTarget(session=opening, model_fingerprint="of another model")))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    error = from_rpc_error(caught.value)
+    assert (error.reason, error.metadata) == ("MODEL_MISMATCH", {"served": served})
+    assert (await Stream(channel, name, epoch=1).score(0, PROMPT)).cached_len == len(PROMPT)
 
 
 @in_module_loop

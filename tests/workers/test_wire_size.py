@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from draft_service.settings import SETTINGS as DraftSettings
 from specdec.exact import codec
 from specdec.exact.sampling import draw, sparse_distributions
-from specdec.exact.values import Scores, TargetDistribution
-from specdec.serving.settings import DraftSettings
+from specdec.exact.values import Proposal, Scores, TargetDistribution
 from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 VOCAB_SIZE = 152_064
@@ -17,25 +17,26 @@ SETTINGS = DraftSettings(drafters="ngram")
 
 def round_bytes(logits: torch.Tensor) -> dict[str, int]:
     """Return the size of each message of one round, for draft logits [K, V]."""
-    rows = sparse_distributions(logits.softmax(-1), SETTINGS.support_mass, SETTINGS.support_max)
-    tokens = [draw(row, 0.5) for row in rows]
+    distributions = sparse_distributions(logits.softmax(-1), SETTINGS.support_mass, SETTINGS.support_max)
+    tokens = [draw(row, 0.5) for row in distributions]
     committed = [VOCAB_SIZE - 1] * (NUM_DRAFT_TOKENS + 1)
     timing = types_pb2.Timing(queue_s=0.1, forward_s=0.1, total_s=0.1)
-    answers = [TargetDistribution(row.probs, 0.1, VOCAB_SIZE - 1) for row in rows] + [
+    answers = [TargetDistribution(row.probs, 0.1, VOCAB_SIZE - 1) for row in distributions] + [
         TargetDistribution((), 1.0, VOCAB_SIZE - 1)
     ]
     scores = codec.scores_to_proto(Scores(tuple(answers)))
     scores.cached_len = 100_000
     scores.timing.CopyFrom(timing)
     scores.load.CopyFrom(types_pb2.Load(num_waiting=100, num_running=100, kv_cache_usage=0.5))
-    supports = codec.distributions_to_proto(rows, with_probs=False)
+    proposal = Proposal(tuple(tokens), tuple(distributions))
     propose = draft_pb2.Propose(start=100_000, tokens=committed, num_draft_tokens=NUM_DRAFT_TOKENS)
-    score = target_pb2.Score(start=100_000, tokens=committed, draft_tokens=tokens, supports=supports)
+    score = codec.score_to_proto(100_000, committed, proposal)
+    answer = codec.proposal_to_proto(proposal)
+    answer.cached_len = 100_000
+    answer.timing.CopyFrom(timing)
     messages = {
         "ProposeRequest": draft_pb2.ProposeRequest(propose=propose),
-        "ProposeResponse": draft_pb2.ProposeResponse(
-            tokens=tokens, distributions=codec.distributions_to_proto(rows), cached_len=100_000, timing=timing
-        ),
+        "ProposeResponse": answer,
         "ScoreRequest": target_pb2.ScoreRequest(score=score),
         "ScoreResponse": scores,
     }

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.engine import EngineError, tree
+from specdec.exact import tree
 
 
 @st.composite
@@ -22,8 +22,10 @@ def path(parents: tuple[int, ...], node: int) -> list[int]:
 @settings(deadline=None, derandomize=True)
 def test_depths_and_ancestors_follow_paths(parents: tuple[int, ...]) -> None:
     paths = [path(parents, node + 1) for node in range(len(parents))]
-    assert tree.depths(parents) == [len(nodes) for nodes in paths]
-    assert [tree.path_to(parents, node) for node in range(len(parents))] == [[n - 1 for n in nodes] for nodes in paths]
+    assert tree.depths_of(parents) == [len(nodes) for nodes in paths]
+    assert [tree.path_to(node + 1, parents) for node in range(len(parents))] == [
+        [n - 1 for n in nodes] for nodes in paths
+    ]
     matrix = tree.ancestor_matrix(parents)
     assert matrix.tolist() == [[other + 1 in nodes for other in range(len(parents))] for nodes in paths]
 
@@ -50,7 +52,18 @@ def test_chain_length_counts_leading_chain(parents: tuple[int, ...]) -> None:
     assert length == len(parents) or parents[length] != length
 
 
+@given(parents=trees())
+@settings(deadline=None, derandomize=True)
+def test_children_are_in_order(parents: tuple[int, ...]) -> None:
+    assert tree.is_tree(parents)
+    for position, children in enumerate(tree.children_of(parents)):
+        assert children == [token for token, parent in enumerate(parents) if parent == position]
+
+
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (-1,), (0, 1, 5)])
-def test_children_before_parents_are_refused(parents: tuple[int, ...]) -> None:
-    with pytest.raises(EngineError, match="has parent"):
-        tree.check_parents(parents)
+def test_children_before_parents_are_no_tree(parents: tuple[int, ...]) -> None:
+    assert not tree.is_tree(parents)
+
+
+def test_unions_keep_the_first_appearance() -> None:
+    assert tree.union([(5, 2), (2, 7), (5,)]) == (5, 2, 7)

@@ -1,0 +1,121 @@
+"""Distributions of models and of samples, in floats; enumeration.py has the exact ones.
+
+Nothing here calls the production sampling code: a distribution that is to judge it must come from elsewhere.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import scipy.stats
+
+from specdec.types import SamplingParams
+
+History = tuple[int, ...]
+Floats = npt.NDArray[np.float64]
+
+
+# ---- distributions of models, in floats
+
+
+def reference_distribution(
+    logits: npt.NDArray[Any], sampling: SamplingParams, prompt: History, completion: History
+) -> Floats:
+    """Return a next-token distribution [V] in float64: the sampling parameters, written once more token by token."""
+    scores = [float(logit) for logit in logits]
+    scores = [score + sampling.logit_bias.get(token, 0.0) for token, score in enumerate(scores)]
+    scores = [penalised(score, token, sampling, prompt, completion) for token, score in enumerate(scores)]
+    if sampling.temperature == 0:
+        greedy: Floats = np.eye(len(scores))[scores.index(max(scores))]
+        return greedy
+    weights = np.exp((np.array(scores) - max(scores)) / sampling.temperature)
+    kept = np.where(survivors(weights / weights.sum(), sampling), weights, 0.0)
+    distribution: Floats = kept / kept.sum()
+    return distribution
+
+
+def penalised(score: float, token: int, sampling: SamplingParams, prompt: History, completion: History) -> float:
+    """Apply the repetition penalty to tokens seen at all, the other two to tokens of the completion."""
+    if token in prompt or token in completion:
+        score = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
+    count = completion.count(token)
+    return score - sampling.frequency_penalty * count - (sampling.presence_penalty if count else 0.0)
+
+
+def survivors(probs: Floats, sampling: SamplingParams) -> Floats:
+    """Say which tokens top_k, then top_p, then min_p leave [V]."""
+    order = [int(token) for token in np.argsort(-probs, kind="stable")]
+    if sampling.top_k:
+        order = [token for token in order if probs[token] >= probs[order[: sampling.top_k][-1]]]
+    total = sum(probs[token] for token in order)
+    before = [sum(probs[earlier] for earlier in order[:rank]) for rank in range(len(order))]
+    nucleus = [token for token, mass in zip(order, before, strict=True) if mass < sampling.top_p * total]
+    left = {token for token in nucleus if probs[token] >= sampling.min_p * probs[order[0]]}
+    return np.array([token in left for token in range(len(probs))])
+
+
+def joint_distribution(distribution_after: Callable[[History], Floats], num_tokens: int) -> Floats:
+    """Return the distribution of the first tokens as an array [V] * num_tokens, from next-token distributions."""
+
+    def continuation(text: History) -> Floats:
+        distribution = np.asarray(distribution_after(text), dtype=np.float64)
+        if len(text) == num_tokens - 1:
+            return distribution
+        rest = [continuation((*text, token)) for token in range(len(distribution))]
+        return np.stack(
+            [prob * distribution_of_rest for prob, distribution_of_rest in zip(distribution, rest, strict=True)]
+        )
+
+    return continuation(())
+
+
+# ---- samples against distributions
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """A joint chi-square test."""
+
+    statistic: float
+    num_cells: int  # after pooling
+    p_value: float
+
+    def __str__(self) -> str:
+        return f"chi-square {self.statistic:.1f} over {self.num_cells} cells, p = {self.p_value:.2g}"
+
+
+MIN_EXPECTED = 5.0  # Cochran's rule: rarer cells are pooled
+
+
+def agreement(texts: Sequence[History], distribution: Floats) -> Agreement:
+    """Test that texts are drawn from a joint distribution [V] * num_tokens."""
+    counts = Counter(texts)
+    observed = np.array([counts[text] for text in np.ndindex(distribution.shape)], dtype=np.float64)
+    expected = distribution.ravel() * len(texts)
+    if observed[expected == 0].any() or observed.sum() != len(texts):
+        return Agreement(np.inf, len(expected), 0.0)  # a text that the distribution rules out
+    observed, expected = pooled(observed, expected)
+    statistic = float(((observed - expected) ** 2 / expected).sum())
+    return Agreement(statistic, len(expected), float(scipy.stats.chi2.sf(statistic, max(len(expected) - 1, 1))))
+
+
+def pooled(observed: Floats, expected: Floats) -> tuple[Floats, Floats]:
+    """Join the rarest cells until each expects enough."""
+    order = np.argsort(expected)
+    num_rare = int((expected < MIN_EXPECTED).sum())
+    while num_rare and expected[order[:num_rare]].sum() < MIN_EXPECTED:
+        num_rare += 1
+    rare, rest = order[:num_rare], order[num_rare:]
+    if not num_rare:
+        return observed, expected
+    return np.append(observed[rest], observed[rare].sum()), np.append(expected[rest], expected[rare].sum())
+
+
+def standard_deviations(num_successes: int, num_trials: int, probability: float) -> float:
+    """Return how far a count is from its mean, in its standard deviations."""
+    spread = (num_trials * probability * (1 - probability)) ** 0.5
+    distance = abs(num_successes - num_trials * probability)
+    return distance / spread if spread else (0.0 if distance < 1e-6 * num_trials else np.inf)

@@ -1,0 +1,111 @@
+"""The connection to Redis: bounded, waiting, retried; what goes wrong becomes UnavailableError in one sentence."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import AbstractBackoff
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+
+from specdec.errors import UnavailableError
+from specdec.retry import RetryPolicy
+
+SOCKET_TIMEOUT_S = 2.0
+NUM_RETRIES = 5
+RETRY = RetryPolicy(first_s=0.02, maximum_s=0.5)
+MAX_CALLS = 64  # at once, each on a connection of its own; Redis itself carries them out one by one
+MAX_WAIT_S = 15.0  # for one of them to end: longer than a call with all of its retries takes
+
+
+Script = Callable[[list[str], list[Any]], Awaitable[Any]]
+"""A Lua script, as a function of its keys and arguments. It raises UnavailableError."""
+
+
+def read_script(name: str) -> str:
+    """Return the text of `coordinator/<name>.lua`."""
+    return (files("coordinator") / f"{name}.lua").read_text()
+
+
+class RedisClient:
+    """One Redis, or the embedded one. At most MAX_CALLS calls are under way; more wait for their turn."""
+
+    def __init__(
+        self, redis: Redis, max_wait_s: float = MAX_WAIT_S, read_script: Callable[[str], str] = read_script
+    ) -> None:
+        self.redis = redis
+        self._read_script = read_script
+        # the pool does not wait: it raises where a connection is missing
+        self._turns = asyncio.Semaphore(min(MAX_CALLS, redis.connection_pool.max_connections))
+        self._max_wait_s = max_wait_s
+
+    def script(self, name: str) -> Script:
+        """Return the script `coordinator/<name>.lua`."""
+        script = self.redis.register_script(self._read_script(name))
+        return lambda keys, arguments: self._call(lambda: script(keys=keys, args=arguments))
+
+    async def ping(self) -> None:
+        """Return once Redis answered. Raises UnavailableError."""
+        await self._call(self.redis.ping)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.redis.aclose()
+
+    async def _call(self, call: Callable[[], Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._max_wait_s) as waiting, self._turns:
+                waiting.reschedule(None)
+                return await call()
+        except TimeoutError as error:
+            raise UnavailableError("the session store is slow, and too many calls wait for it; try again") from error
+        except (AuthenticationError, ResponseError) as error:
+            message = f"the session store refuses ({error}); see to its address, password and rights"
+            raise UnavailableError(message) from error
+        except RedisError as error:
+            kind = type(error).__name__
+            message = f"the session store does not answer ({kind}); what was committed is safe, try again"
+            raise UnavailableError(message) from error
+
+
+class PolicyBackoff(AbstractBackoff):
+    """Our retry policy, as redis-py asks for it."""
+
+    def compute(self, failures: int) -> float:
+        """Return the pause after so many failures, in seconds."""
+        return RETRY.pause_s(failures, 0.0, random.random()) or 0.0
+
+
+def open_redis(url: str) -> RedisClient:
+    """Return a client of the Redis at a URL, or of the embedded one. Raises ValueError for a URL that is wrong."""
+    if url == "embedded":
+        return RedisClient(_embedded())
+    retry = Retry(PolicyBackoff(), NUM_RETRIES)
+    redis = Redis.from_url(url, retry=retry, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
+    _check_options(redis)
+    return RedisClient(redis)
+
+
+def _embedded() -> Redis:
+    """Return a Redis in this process. Raises ValueError where its package is not installed."""
+    try:
+        import fakeredis
+    except ModuleNotFoundError:
+        remedy = "pip install 'specdec[embedded]', or give --store redis://..."
+        raise ValueError(f"--store embedded needs the package fakeredis; {remedy}") from None
+    redis: Redis = fakeredis.FakeAsyncRedis()
+    return redis
+
+
+def _check_options(redis: Redis) -> None:
+    """Raise ValueError for options of a URL that redis-py would refuse only when it connects."""
+    try:
+        redis.connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    except TypeError as error:
+        option = str(error).rpartition(" ")[2]  # "...__init__() got an unexpected keyword argument 'wrong'"
+        raise ValueError(f"--store has an option that Redis clients do not know: {option}; leave it out") from None
+    except RedisError as error:
+        raise ValueError(f"--store has a wrong option: {error}") from None

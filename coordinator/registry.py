@@ -1,0 +1,109 @@
+"""All generations that run in this coordinator; at most one a session.
+
+A session runs while a client follows it. When the last follower leaves it pauses: what was committed stays in the
+store, the workers keep their caches while they have room, and the next client that resumes it continues there.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator import metrics
+from coordinator.running import RunningGeneration
+from specdec.errors import OverloadedError
+
+Start = Callable[[], Coroutine[Any, Any, RunningGeneration]]
+"""Claims a session that does not run here, and starts it."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    running: asyncio.Future[RunningGeneration]
+    num_followers: int = 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Say whether it ended with an error, which only its followers need to see."""
+        return self.running.done() and self.started is None
+
+    @property
+    def started(self) -> RunningGeneration | None:
+        """The generation once it runs, unless an error ended it."""
+        if not self.running.done() or self.running.cancelled() or self.running.exception() is not None:
+            return None
+        return None if self.running.result().has_failed else self.running.result()
+
+
+class RunningGenerations:
+    """The generations by session."""
+
+    def __init__(self, maximum: int) -> None:
+        self._maximum = maximum
+        self._entries: dict[str, _Entry] = {}
+        self._closing: set[asyncio.Task[None]] = set()  # generations that are over and still tell the workers
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, session_id: str) -> RunningGeneration | None:
+        """Return the session's generation, if it runs here."""
+        entry = self._entries.get(session_id)
+        return entry.started if entry else None
+
+    def silent(self, seconds: float) -> list[RunningGeneration]:
+        """Return the generations whose rounds have committed nothing for so long."""
+        started = [entry.started for entry in self._entries.values()]
+        return [running for running in started if running and running.silent_s >= seconds]
+
+    def check_room(self, session_id: str) -> None:
+        """Raise OverloadedError if this session does not run here and no other may be added."""
+        if session_id not in self._entries and len(self._entries) >= self._maximum:
+            raise OverloadedError(f"{self._maximum} sessions run here already; try again soon")
+
+    @asynccontextmanager
+    async def attach(self, session_id: str, start: Start) -> AsyncIterator[RunningGeneration]:
+        """Give the session's generation, which runs at least until the context ends.
+
+        Raises OverloadedError if too many run already, and what `start` raises.
+        """
+        entry = self._entries.get(session_id)
+        if entry is None or entry.has_failed:
+            entry = self._add(session_id, start)
+        entry.num_followers += 1
+        try:
+            yield await asyncio.shield(entry.running)
+        finally:
+            entry.num_followers -= 1
+            if not entry.num_followers:
+                # at once: a client that joins from here on claims the session, and fences what is still ending here
+                self._remove(session_id, entry)
+                await asyncio.shield(self._pause(entry))
+
+    async def stop(self) -> None:
+        """End all rounds; sessions stay in the store."""
+        entries = list(self._entries.items())
+        for session_id, entry in entries:
+            self._remove(session_id, entry)
+        await asyncio.gather(*(self._pause(entry) for _, entry in entries))
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def _add(self, session_id: str, start: Start) -> _Entry:
+        self.check_room(session_id)
+        entry = self._entries[session_id] = _Entry(asyncio.ensure_future(start()))
+        metrics.NUM_RUNNING.set(len(self._entries))
+        return entry
+
+    def _remove(self, session_id: str, entry: _Entry) -> None:
+        if self._entries.get(session_id) is entry:
+            del self._entries[session_id]
+            metrics.NUM_RUNNING.set(len(self._entries))
+
+    async def _pause(self, entry: _Entry) -> None:
+        """End an entry's rounds."""
+        (started,) = await asyncio.gather(entry.running, return_exceptions=True)
+        closing = await started.stop() if isinstance(started, RunningGeneration) else None
+        if closing:
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)

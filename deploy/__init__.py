@@ -1,0 +1,1 @@
+"""Images and manifests, and the program that checks the images."""

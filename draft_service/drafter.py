@@ -1,0 +1,76 @@
+"""What every way of drafting has in common, and how one is registered."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from specdec.exact.values import ObservationRequest, Observations, Proposal, Timing
+from specdec.serving.server import Server
+from specdec.serving.session_stream import Session
+from specdec.types import ModelInfo
+
+NO_TIME = Timing()
+NO_OBSERVATIONS = ObservationRequest()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One round to draft for: truncate to `start`, append `tokens`, then draft at most `num_draft_tokens`."""
+
+    start: int
+    tokens: Sequence[int]
+    num_draft_tokens: int
+    observations: Observations | None = None  # at committed tokens, where the drafter asked for them; may be lost
+
+    @property
+    def committed_length(self) -> int:
+        """Tokens committed when the round began."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """A drafter's answer."""
+
+    proposal: Proposal
+    cached_len: int  # less than `start`: nothing was drafted, repeat from here
+    timing: Timing = NO_TIME
+
+
+class Drafter(Protocol):
+    """A way of drafting. Any draft distribution is valid if the shipped one is the one sampled from."""
+
+    name: str
+    model: ModelInfo  # without a vocabulary or a context length: any token and any length is accepted
+    observations: ObservationRequest  # what the target is asked to observe for it
+
+    async def propose(self, session: Session, request: DraftRequest, match: bool) -> DraftResult:
+        """Draft; a repeated call gives the same answer. `match` keeps what is held after `start` and is the same."""
+        ...
+
+    def draft_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> None:
+        """Use the time until the next round; `proposal` has just been answered. Returns at once."""
+        ...
+
+    def abandon(self, session: Session) -> None:
+        """Stop what `draft_ahead` began with this very `session`: its stream has ended."""
+        ...
+
+    def forget(self, session: Session) -> None:
+        """Free what is held of the session."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterKind:
+    """A registered way of drafting. A module in `draft_service/drafters/` that has a `KIND` is found by itself."""
+
+    name: str
+    settings: type[BaseModel]  # its own settings; each field becomes a flag and a variable of the worker
+    build: Callable[[Any, Server, AsyncExitStack], Awaitable[Drafter]]
+    """Makes the drafter from the worker's settings, with what it must close on the stack. Raises ValueError."""
+    check: Callable[[Any], None] = lambda settings: None
+    """Raises ValueError for settings that contradict each other; called before anything is loaded."""

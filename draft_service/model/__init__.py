@@ -1,0 +1,1 @@
+"""The drafter `model`: a small language model of the target's tokenizer. Needs torch."""

@@ -1,0 +1,127 @@
+"""Drafting with a small language model.
+
+Draft-ahead: while the target scores a proposal and no session asks, the worker assumes that all of it will be accepted,
+guesses the token that will close the round, and drafts the round that would follow. It makes the request that the
+coordinator would make, with that round's keys: where the guess was right the answer is what it would draw now (bit for
+bit, in forwards of the same shape); where it was wrong it is thrown away. This is a cache: no distribution and no key
+depends on it.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
+from draft_service.metrics import METRICS, count_ahead
+from draft_service.model.tasks import NOTHING, GuessTask, ProposeTask
+from specdec.engine import CacheMiss, EngineError, EngineLoop, Timings
+from specdec.errors import NonFiniteLogitsError
+from specdec.exact.values import Proposal, Timing
+from specdec.serving.model_worker import run_task
+from specdec.serving.session_stream import Session
+from specdec.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A round that was drafted, or begun, before anybody asked for it."""
+
+    session: Session
+    request: DraftRequest
+    proposal: Proposal
+
+    def answers(self, session: Session, request: DraftRequest) -> bool:
+        """Say whether this is the round that is asked for; how many tokens it may have does not change them."""
+        return (
+            session == self.session and replace(request, num_draft_tokens=self.request.num_draft_tokens) == self.request
+        )
+
+
+class ModelDrafter:
+    """Drafts with the engine's model."""
+
+    name = "model"
+    observations = NO_OBSERVATIONS
+
+    def __init__(self, engine: EngineLoop[Any], model: ModelInfo, drafts_ahead: bool) -> None:
+        self.model = model
+        self._engine = engine
+        self._drafts_ahead = drafts_ahead
+        self._ahead: dict[str, tuple[Session, asyncio.Task[Ahead | None]]] = {}  # by session id; the stream's Session
+        self._num_asking = 0
+
+    async def propose(self, session: Session, request: DraftRequest, match: bool) -> DraftResult:
+        """Draft K tokens, fewer where the context ends; hold the committed tokens and all draft tokens but the last."""
+        began_s = time.perf_counter()
+        request = self._within_context(request)
+        self._num_asking += 1  # interrupts drafting ahead
+        try:
+            begun = await self._begun(session, request)
+            if request.num_draft_tokens and len(begun) == request.num_draft_tokens:
+                proposal, timings = begun, Timings(total_s=time.perf_counter() - began_s)
+            else:
+                task = ProposeTask(session, request, match, begun)
+                proposal, timings = await run_task(self._engine, task), task.timings
+        except CacheMiss as miss:
+            return DraftResult(NOTHING, miss.cached_len)
+        finally:
+            self._num_asking -= 1
+        METRICS.observe_round(len(proposal), timings)
+        timing = Timing(timings.queue_s, timings.forward_s, timings.total_s)
+        return DraftResult(proposal, request.committed_length + max(0, len(proposal) - 1), timing)
+
+    def _within_context(self, request: DraftRequest) -> DraftRequest:
+        """DraftRequest for no more than the context has room for; the last draft token is never fed."""
+        room = max(0, self.model.context_length + 1 - request.committed_length)
+        return replace(request, num_draft_tokens=min(request.num_draft_tokens, room))
+
+    async def _begun(self, session: Session, request: DraftRequest) -> Proposal:
+        """Return what was drafted ahead of this round; whatever it is, it is not used again."""
+        _, running = self._ahead.pop(session.session_id, (None, None))
+        ahead = await running if running else None
+        if ahead is None:
+            return NOTHING
+        hit = ahead.answers(session, request)
+        count_ahead(hit)
+        tokens, drawn_from = ahead.proposal.tokens, ahead.proposal.distributions
+        return Proposal(tokens[: request.num_draft_tokens], drawn_from[: request.num_draft_tokens]) if hit else NOTHING
+
+    def draft_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> None:
+        """Draft the round that would follow `proposal`, unless somebody is asking now. Returns at once."""
+        # what the coordinator asks after full acceptance: the last draft token, which was not fed, and the closing one
+        start = request.committed_length + len(proposal) - 1
+        if self._drafts_ahead and proposal and not self._num_asking and start < self.model.context_length:
+            following = DraftRequest(start, proposal.tokens[-1:], request.num_draft_tokens)
+            self._ahead[session.session_id] = session, asyncio.create_task(self._drafted_ahead(session, following))
+
+    async def _drafted_ahead(self, session: Session, request: DraftRequest) -> Ahead | None:
+        """Guess the closing token and draft behind it until somebody asks; None if nothing came of it."""
+        if self._is_asked():
+            return None
+        with suppress(EngineError, NonFiniteLogitsError):
+            guessing = GuessTask(session, replace(request, num_draft_tokens=1), match=False)
+            guess: Proposal = await self._engine.run(guessing)
+            request = self._within_context(
+                DraftRequest(request.start, [*request.tokens, *guess.tokens], request.num_draft_tokens)
+            )
+            if request.num_draft_tokens and not self._is_asked():
+                task = ProposeTask(session, request, match=False, interrupted=self._is_asked)
+                return Ahead(session, request, await self._engine.run(task))
+        return None
+
+    def _is_asked(self) -> bool:
+        """Say whether any session waits for its draft; called on the engine thread too."""
+        return self._num_asking > 0
+
+    def abandon(self, session: Session) -> None:
+        """Stop drafting ahead for a stream that has ended, not for another one of the same session."""
+        owner, running = self._ahead.get(session.session_id, (None, None))
+        if running and owner is session:
+            del self._ahead[session.session_id]
+            running.cancel()
+
+    def forget(self, session: Session) -> None:
+        """Free the session's cache."""
+        self._engine.forget(session.session_id)

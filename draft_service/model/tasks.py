@@ -1,0 +1,111 @@
+"""The engine tasks of a draft model: K forwards a round, batched with every other session that drafts."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from draft_service.drafter import DraftRequest
+from draft_service.metrics import METRICS
+from specdec.engine import Task
+from specdec.errors import NonFiniteLogitsError
+from specdec.exact.randomness import Purpose, uniforms
+from specdec.exact.sampling import SamplingContext, draft_distributions, draw
+from specdec.exact.values import Proposal, SparseDistribution
+from specdec.serving.session_stream import Session
+
+NOTHING = Proposal()
+
+
+class ProposeTask(Task[Proposal]):
+    """One session's round in the engine: the committed tokens, then each draft token but the last.
+
+    It goes on from `begun`, what was drafted of the round before, and ends early, with at least one more token, once
+    `interrupted` returns True.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        request: DraftRequest,
+        match: bool,
+        begun: Proposal = NOTHING,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(
+            session.session_id,
+            request.start,
+            [*request.tokens, *begun.tokens],
+            min(1, request.num_draft_tokens),
+            num_committed=request.committed_length,
+            match=match or bool(begun.tokens),
+        )
+        self.session = session
+        self.request = request
+        self.uniforms = uniforms(session.seed, request.committed_length, request.num_draft_tokens, Purpose.DRAFT)
+        self.drawn: list[int] = []
+        self.distributions: list[SparseDistribution] = []
+        self._begun = begun
+        self._interrupted = interrupted
+
+    def prepare(self) -> None:
+        """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""
+        self.drawn, self.distributions = list(self._begun.tokens), list(self._begun.distributions)
+        super().prepare()
+        if not self.tokens:
+            self.finish(NOTHING)
+
+    def context(self) -> SamplingContext:
+        """Return what the next distribution depends on."""
+        sampling = self.session.sampling
+        if not sampling.has_penalties:
+            return SamplingContext(sampling)
+        text, num_prompt = self.sequence.tokens, self.session.num_prompt_tokens
+        return SamplingContext(sampling, text[:num_prompt], text[num_prompt:])
+
+    def draw_from(self, distribution: SparseDistribution) -> None:
+        """Draw; go on with the token, or end with the K-th: no state is needed after that one."""
+        token = draw(distribution, self.uniforms[len(self.drawn)])
+        self.drawn.append(token)
+        self.distributions.append(distribution)
+        if len(self.drawn) == self.request.num_draft_tokens or self._interrupted():
+            self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
+            return
+        self.proceed([token])
+
+
+class GuessTask(ProposeTask):
+    """Reads a proposal's last token and guesses the token that closes the round: the most probable one.
+
+    It draws nothing and consumes no key.
+    """
+
+    def draw_from(self, distribution: SparseDistribution) -> None:
+        """End with the most probable token."""
+        _, token = max(zip(distribution.probs, distribution.token_ids, strict=True))
+        self.finish(Proposal((token,), (distribution,)))
+
+
+class DraftProcessor:
+    """Turns logits into draft tokens; the engine's processor."""
+
+    def __init__(self, vocab_size: int, support_mass: float, support_max: int) -> None:
+        self._vocab_size = vocab_size
+        self._support_mass = support_mass
+        self._support_max = support_max
+
+    def __call__(self, tasks: Sequence[ProposeTask], logits: torch.Tensor) -> None:
+        """Give each task its next token from logits [number of tasks that want one, V]."""
+        METRICS.observe_batch(len(tasks))
+        drafting = [task for task in tasks if task.num_rows]
+        for task in tasks:
+            if not task.num_rows:
+                task.finish(NOTHING)
+        if not drafting:
+            return
+        contexts = [task.context() for task in drafting]
+        distributions = draft_distributions(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
+        for task, distribution in zip(drafting, distributions, strict=True):
+            if distribution.token_ids:
+                task.draw_from(distribution)
+            else:
+                task.fail(NonFiniteLogitsError("the draft model's logits for this session are not finite"))

@@ -1,0 +1,121 @@
+"""A base for drafters that need nothing but the session's tokens: it keeps them, brings them up to date, evicts."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
+from specdec.exact.prefix import num_equal
+from specdec.exact.values import Observations, Proposal, Timing
+from specdec.serving.session_stream import Session
+from specdec.types import ModelInfo
+
+MAX_HELD_TOKENS = 1 << 20  # of all sessions; an indexed token takes up to 600 bytes
+CHUNK_TOKENS = 1000  # some milliseconds of work before the event loop gets its turn
+
+
+class SessionText(Protocol):
+    """A session's tokens, indexed as the drafter needs them: a function of the tokens alone."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    def append(self, token: int) -> None:
+        """Add a token."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        ...
+
+
+TextT = TypeVar("TextT", bound=SessionText)
+
+
+class _Held(Generic[TextT]):
+    """One session's text."""
+
+    def __init__(self, text: TextT) -> None:
+        self.text = text
+        self.lock = asyncio.Lock()  # an old stream and its successor may both have a message under way
+
+
+class TextDrafter(Generic[TextT]):
+    """Drafts from the session's own tokens. A subclass says what to draft; nothing is drafted ahead."""
+
+    observations = NO_OBSERVATIONS
+
+    def __init__(self, name: str, new_text: Callable[[], TextT], max_held_tokens: int = MAX_HELD_TOKENS) -> None:
+        self.name = name
+        self.model = ModelInfo(name)
+        self._new_text = new_text
+        self._max_held_tokens = max_held_tokens
+        self._num_unchecked = 0  # tokens added since the last count
+        self._held: OrderedDict[str, _Held[TextT]] = OrderedDict()  # least recently used first
+
+    def draft(self, session: Session, text: TextT, num_draft_tokens: int) -> Proposal:
+        """Return a proposal of at most `num_draft_tokens` tokens that continues `text`."""
+        raise NotImplementedError
+
+    def observe(self, text: TextT, observations: Observations) -> None:
+        """Take in what the target observed."""
+
+    async def propose(self, session: Session, request: DraftRequest, match: bool) -> DraftResult:
+        """Draft at most K tokens; hold the committed tokens."""
+        began_s = time.perf_counter()
+        held = self._hold(session)
+        async with held.lock:
+            text = held.text
+            if len(text.tokens) < request.start:
+                return DraftResult(Proposal(), len(text.tokens))
+            await _bring_up_to_date(text, request)
+            if request.observations:
+                self.observe(text, request.observations)
+            proposal = self.draft(session, text, request.num_draft_tokens) if request.num_draft_tokens else Proposal()
+        self._evict(len(request.tokens))
+        return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
+
+    def _hold(self, session: Session) -> _Held[TextT]:
+        held = self._held.setdefault(session.session_id, _Held(self._new_text()))
+        self._held.move_to_end(session.session_id)
+        return held
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens of all sessions that are held."""
+        return sum(len(held.text.tokens) for held in self._held.values())
+
+    def _evict(self, num_new: int) -> None:
+        """Forget the least recently used sessions, but never the last one; count only now and then."""
+        self._num_unchecked += num_new
+        if self._num_unchecked < self._max_held_tokens // 64:
+            return
+        self._num_unchecked = 0
+        num_tokens = self.num_held_tokens
+        while num_tokens > self._max_held_tokens and len(self._held) > 1:
+            _, held = self._held.popitem(last=False)
+            num_tokens -= len(held.text.tokens)
+
+    def draft_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> None:
+        """Do nothing: a lookup costs nothing."""
+
+    def abandon(self, session: Session) -> None:
+        """Do nothing: nothing is under way."""
+
+    def forget(self, session: Session) -> None:
+        """Free the session's text."""
+        self._held.pop(session.session_id, None)
+
+
+async def _bring_up_to_date(text: SessionText, request: DraftRequest) -> None:
+    """Truncate and append, but keep what is the same."""
+    num_matching = num_equal(text.tokens[request.start :], request.tokens)
+    text.truncate(request.start + num_matching)
+    for count, token in enumerate(request.tokens[num_matching:], start=1):
+        text.append(token)
+        if count % CHUNK_TOKENS == 0:
+            await asyncio.sleep(0)

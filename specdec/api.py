@@ -1,0 +1,70 @@
+"""The public names of `specdec`, which gives them out from here when they are first used."""
+
+from specdec.client import AsyncClient
+from specdec.completion import Chunk, Completion, Finish, ServedModel, Session, SessionStatus, Usage
+from specdec.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    DeadlineExceededError,
+    FencedError,
+    InternalError,
+    InvalidArgumentError,
+    ModelMismatchError,
+    NonFiniteLogitsError,
+    NotFoundError,
+    OverloadedError,
+    PermissionDeniedError,
+    SpecdecError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from specdec.request import ChatMessage
+from specdec.stream import AsyncStream
+from specdec.sync_client import Client, Stream
+from specdec.types import (
+    AcceptanceRuleName,
+    FinishReason,
+    ModelInfo,
+    SamplingParams,
+    SpeculationParams,
+    Statistics,
+    TokenLogprobs,
+    TokenOrigin,
+)
+
+__all__ = [
+    "AcceptanceRuleName",
+    "AlreadyExistsError",
+    "AsyncClient",
+    "AsyncStream",
+    "ChatMessage",
+    "Chunk",
+    "Client",
+    "Completion",
+    "DataLossError",
+    "DeadlineExceededError",
+    "FencedError",
+    "Finish",
+    "FinishReason",
+    "InternalError",
+    "InvalidArgumentError",
+    "ModelInfo",
+    "ModelMismatchError",
+    "NonFiniteLogitsError",
+    "NotFoundError",
+    "OverloadedError",
+    "PermissionDeniedError",
+    "SamplingParams",
+    "ServedModel",
+    "Session",
+    "SessionStatus",
+    "SpecdecError",
+    "SpeculationParams",
+    "Statistics",
+    "Stream",
+    "TokenLogprobs",
+    "TokenOrigin",
+    "UnauthenticatedError",
+    "UnavailableError",
+    "Usage",
+]

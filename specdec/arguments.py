@@ -1,0 +1,94 @@
+"""Command lines with argparse: one sentence for what is wrong, with the nearest valid name; flags from the table."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from specdec.parameters import Kind, Parameter, Switch, nearest
+from specdec.types import SAMPLING_PARAMETERS, SamplingParams
+
+WRONG_USAGE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that names the nearest valid flag or command, says it in one sentence, and exits with 2."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            allow_abbrev=False, formatter_class=lambda prog: argparse.HelpFormatter(prog, width=100), **settings
+        )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Check names first: argparse reports what an unknown flag leaves missing instead of the flag."""
+        self._check_names(list(sys.argv[1:] if args is None else args))
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one sentence."""
+        # argparse's "argument --top-k: is ..." reads as a sentence without its first word
+        sentence = message.removeprefix("argument ").replace(": is ", " is ", 1)
+        self.exit(WRONG_USAGE, f"specdec: {sentence} ({self.prog} --help)\n")
+
+    def _check_names(self, given: Sequence[str]) -> None:
+        commands = [
+            name for action in self._actions if action.nargs == argparse.PARSER for name in action.choices or ()
+        ]
+        for word in given:
+            name = word.split("=")[0]
+            if word == "--":
+                return
+            if name.startswith("--") and name not in self._option_string_actions:
+                self.error(f"unknown flag {name}; the nearest is {nearest(name, list(self._option_string_actions))}")
+            if commands and not word.startswith("-"):
+                if word not in commands:
+                    self.error(f"unknown command {word!r}; the nearest is {nearest(word, commands)!r}")
+                return  # the rest is the command's
+
+
+def checked(kind: Kind) -> Callable[[str], Any]:
+    """Return an argparse type: it parses one value and checks it against the kind."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if problem := kind.problem(kind.join([value])):
+            raise argparse.ArgumentTypeError(problem)
+        return value
+
+    return parse
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of SamplingParams, grouped and described as its metadata say."""
+    groups: dict[str, Any] = {}
+    for entry in fields(SamplingParams):
+        parameter: Parameter = entry.metadata["parameter"]
+        group = groups.get(parameter.group) or parser.add_argument_group(parameter.group)
+        groups[parameter.group] = group
+        flag = parameter.flag or f"--{entry.name.replace('_', '-')}"
+        if isinstance(parameter.kind, Switch):
+            group.add_argument(flag, dest=entry.name, action="store_true", help=parameter.help)
+            continue
+        default = None if parameter.kind.is_list else entry.default
+        group.add_argument(
+            flag,
+            dest=entry.name,
+            action="append" if parameter.kind.is_list else "store",
+            type=checked(parameter.kind),
+            default=default,
+            metavar=parameter.kind.metavar,
+            help=parameter.help + ("" if default is None else f" (default: {default:g})"),
+        )
+
+
+def sampling_of(options: argparse.Namespace) -> SamplingParams:
+    """Return the sampling parameters that the flags give."""
+    given = {name: getattr(options, name) for name in SAMPLING_PARAMETERS if getattr(options, name) is not None}
+    kinds = {name: parameter.kind for name, parameter in SAMPLING_PARAMETERS.items()}
+    return SamplingParams(
+        **{name: kinds[name].join(value) if kinds[name].is_list else value for name, value in given.items()}
+    )

@@ -1,0 +1,180 @@
+"""A channel to the service, and calls on it that survive broken connections.
+
+A gRPC retry cannot save a stream once it has begun, so this does: before the first chunk it repeats the request under
+the same request_id, after it it resumes the session by offset. Either way the server finds the session that it has.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from specdec.completion import Chunk, Transcript, chunk_from_proto
+from specdec.errors import (
+    DeadlineExceededError,
+    ModelMismatchError,
+    SpecdecError,
+    UnavailableError,
+    from_rpc_error,
+    is_from_server,
+)
+from specdec.retry import Attempts, RetryPolicy
+from specdec.v1 import generation_pb2, generation_pb2_grpc
+
+Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
+Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"  # only its type exists: the stub adapts itself
+ChunkCall = (
+    grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
+    | grpc.aio.UnaryStreamCall[generation_pb2.ResumeRequest, generation_pb2.ResumeResponse]
+)
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+class Connection:
+    """A channel that opens with the first call, and stays with the event loop of that call."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        open_channel: Callable[[], grpc.aio.Channel],
+        closes_channel: bool,
+        metadata: Metadata,
+        policy: RetryPolicy,
+        connect_timeout_s: float,
+    ) -> None:
+        self.address = address
+        self._open, self._closes_channel = open_channel, closes_channel
+        pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
+        self._metadata = tuple((key.lower(), value) for key, value in pairs)
+        self._channel: grpc.aio.Channel | None = None
+        self._policy = policy
+        self._connect_timeout_s = connect_timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_connected = False  # a specdec server has answered
+        self._is_closed = False
+
+    async def connect(self) -> None:
+        """Connect now. Raises UnavailableError at once if nobody answers."""
+        channel = self._open_channel()
+        state = channel.get_state(try_to_connect=True)
+        while state is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                raise UnavailableError(f"no specdec answers on {self.address}")
+            await channel.wait_for_state_change(state)
+            state = channel.get_state()
+
+    async def close(self) -> None:
+        """End running calls and close the channel, unless it is the caller's."""
+        self._is_closed = True
+        if self._channel is not None and self._closes_channel:
+            await self._channel.close()
+        self._channel = None
+
+    async def follow(
+        self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float
+    ) -> AsyncGenerator[Chunk, None]:
+        """Yield chunks to the session's end, resuming from where a stream breaks. Raises SpecdecError."""
+        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
+        while not seen.finished:
+            failure = None  # a server that ends a stream early and without an error is being replaced
+            call = self._call(request, seen, attempts.left_s)
+            try:
+                async for message in call:
+                    self._is_connected = True
+                    chunk = seen.admit(chunk_from_proto(_chunk_of(message)))
+                    if chunk:
+                        attempts.progress()
+                        yield chunk
+            except grpc.aio.AioRpcError as error:
+                failure = error
+            except asyncio.CancelledError:
+                self._raise_if_closed()
+                raise
+            finally:
+                call.cancel()
+            if not seen.finished:
+                await self._pause(attempts, failure, seen)
+
+    async def ask(
+        self,
+        method: Callable[[Stub], Callable[..., Awaitable[ResponseT]]],
+        request: RequestT,
+        timeout_s: float,
+    ) -> ResponseT:
+        """Make a call that answers once; all of them can be repeated. Raises SpecdecError."""
+        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
+        while True:
+            call = method(self._stub())
+            try:
+                answer = await call(request, timeout=attempts.left_s, metadata=self._metadata)
+            except grpc.aio.AioRpcError as error:
+                await self._pause(attempts, error, None)
+            except asyncio.CancelledError:
+                self._raise_if_closed()
+                raise
+            else:
+                self._is_connected = True
+                return answer
+
+    def _call(self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float) -> ChunkCall:
+        """Repeat the request until the session is known, then resume it."""
+        stub = self._stub()
+        if request and not seen.session_id:
+            return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        resume = generation_pb2.ResumeRequest(session_id=seen.session_id, offset=seen.end, digest=seen.digest)
+        return stub.Resume(resume, timeout=timeout_s, metadata=self._metadata)
+
+    async def _pause(self, attempts: Attempts, error: grpc.aio.AioRpcError | None, seen: Transcript | None) -> None:
+        """Sleep until the next attempt is due. Raises what the caller should see if there is none."""
+        self._is_connected = self._is_connected or error is None or is_from_server(error)
+        failure = self._failure(error, attempts.timeout_s, seen)
+        pause_s = attempts.pause_s(failure, is_connected=self._is_connected)
+        if pause_s is None:
+            raise failure from error
+        await asyncio.sleep(pause_s)
+
+    def _failure(self, error: grpc.aio.AioRpcError | None, timeout_s: float, seen: Transcript | None) -> SpecdecError:
+        """Return a server's own error as it is; name the address, or the deadline, in those of the connection."""
+        resume = f"; session {seen.session_id} can be resumed from token {seen.end}" if seen and seen.session_id else ""
+        if error is None:
+            return UnavailableError(f"{self.address} ended the stream early{resume}", retry_after_s=None)
+        failure = from_rpc_error(error)
+        if is_from_server(error):
+            return failure
+        if isinstance(failure, DeadlineExceededError):
+            return DeadlineExceededError(f"deadline of {timeout_s:g} s exceeded{resume}", retry_after_s=None)
+        if isinstance(failure, UnavailableError):
+            return UnavailableError(f"no specdec answers on {self.address}{resume}", retry_after_s=None)
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            problem = f"the server on {self.address} is not a specdec coordinator"
+            return ModelMismatchError(f"{problem}; give the coordinator's port")
+        return failure
+
+    def _stub(self) -> Stub:
+        return generation_pb2_grpc.GenerationServiceStub(self._open_channel())
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        if self._is_closed:
+            raise RuntimeError("the client is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise RuntimeError("the client belongs to another event loop; make one client for each event loop")
+        self._loop = loop
+        if self._channel is None:
+            self._channel = self._open()
+        return self._channel
+
+    def _raise_if_closed(self) -> None:
+        """Closing the channel looks like the cancellation of those who wait on it: tell them apart."""
+        task = asyncio.current_task()
+        if self._is_closed and not (task and task.cancelling()):
+            raise RuntimeError("the client was closed during the call") from None
+
+
+def _chunk_of(
+    message: generation_pb2.GenerateResponse | generation_pb2.ResumeResponse,
+) -> generation_pb2.GenerateResponse:
+    return message.chunk if isinstance(message, generation_pb2.ResumeResponse) else message

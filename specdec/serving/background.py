@@ -1,0 +1,45 @@
+"""Work on a thread that the end of the process does not wait for: loading a model may take minutes."""
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+THREAD_NAME = "background work"
+
+
+async def in_background(work: Callable[[], T]) -> T:
+    """Return what `work` returns, or raise what it raises. A caller that is cancelled leaves the thread behind."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def deliver(value: T | None, error: BaseException | None) -> None:
+        if result.cancelled():
+            return
+        if error is None:
+            result.set_result(value)  # type: ignore[arg-type]
+        else:
+            result.set_exception(error)
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = work()
+        except BaseException as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(deliver, value, failure)
+
+    threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
+    return await result
+
+
+def leave() -> None:
+    """End the process at once if such a thread still runs: the interpreter's own clean-up might crash it."""
+    if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

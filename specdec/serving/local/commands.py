@@ -1,0 +1,95 @@
+"""The services as commands: their flags, and the environment that each of them gets."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from specdec.serving.local.options import NGRAM_ONLY, NO_DRAFT, Options
+from specdec.serving.settings import ENV_PREFIX, settings_of, variable_names
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One service to start."""
+
+    name: str
+    module: str
+    flags: tuple[str, ...]
+    num_threads: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)  # what must not be on a command line
+
+
+def default_threads(num_cores: int) -> tuple[int, int]:
+    """Return threads of the target and of the draft: a core stays for the others, and small models gain little."""
+    return max(1, num_cores // 2), max(1, min(4, num_cores // 4))
+
+
+def worker_commands(options: Options, num_cores: int) -> list[Command]:
+    """Return the workers to start, targets first."""
+    target_threads, draft_threads = default_threads(num_cores)
+    ports = count((options.metrics_ports or 0) + 1)
+    return [
+        *(
+            _worker("target", options, options.target_threads or target_threads, ports, number)
+            for number in range(options.num_targets)
+        ),
+        *(
+            _worker("draft", options, options.draft_threads or draft_threads, ports, number)
+            for number in range(options.num_drafts if options.draft != NO_DRAFT else 0)
+        ),
+    ]
+
+
+def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", number: int) -> Command:
+    model = ("--model", options.target) if kind == "target" else _draft_flags(options.draft)
+    flags = (
+        *model,
+        *("--host", "127.0.0.1", "--port", "0", "--dtype", options.dtype, "--device", options.device),
+        *("--num-threads", str(num_threads)),
+        *_common_flags(options, next(ports)),
+    )
+    name = f"{kind} worker {number + 1}" if number else f"{kind} worker"
+    return Command(name, f"{kind}_service", flags, num_threads)
+
+
+def _draft_flags(draft: str) -> tuple[str, ...]:
+    """A draft worker with a model offers n-grams too, so that each request can choose."""
+    return ("--drafters", "ngram") if draft == NGRAM_ONLY else ("--drafters", "model,ngram", "--model", draft)
+
+
+def _common_flags(options: Options, metrics_port: int) -> tuple[str, ...]:
+    metrics = ("--metrics-port", str(metrics_port)) if options.metrics_ports is not None else ()
+    return (*metrics, "--drain-s", str(options.drain_s))
+
+
+def coordinator_command(options: Options, target_ports: Sequence[int], draft_ports: Sequence[int]) -> Command:
+    """Return the coordinator to start before these workers."""
+    flags = (
+        *("--host", options.host, "--port", str(options.port)),
+        *("--tokenizer", options.target, "--target", _addresses(target_ports), "--draft", _addresses(draft_ports)),
+        *_common_flags(options, options.metrics_ports or 0),
+    )
+    # every user of the machine can read command lines, and a Redis URL may hold a password
+    variables = {f"{ENV_PREFIX}STORE": options.store}
+    return Command("coordinator", "coordinator", flags, variables=variables)
+
+
+def _addresses(ports: Sequence[int]) -> str:
+    return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports) if ports else ""
+
+
+def environment_of(command: Command, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a service: its own settings only, as each refuses what it does not know.
+
+    Threads that wait must not spin: with as many processes as cores they would take each other's.
+    """
+    mine = variable_names(settings_of(command.module))
+    kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX) or name in mine}
+    defaults = {
+        "OMP_NUM_THREADS": str(command.num_threads),
+        "OMP_WAIT_POLICY": "passive",
+        "GRPC_VERBOSITY": "ERROR",
+        "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",  # its bars are no lines
+    }
+    return defaults | kept | dict(command.variables)

@@ -1,0 +1,35 @@
+"""What to run on this machine, and how it is said that it cannot be run."""
+
+from dataclasses import dataclass
+
+from specdec.serving.settings import Device, Dtype
+
+NO_DRAFT, NGRAM_ONLY = "none", "ngram"
+ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
+
+
+class CannotRun(Exception):
+    """The services cannot be started, or one of them ended. The message is for people."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to run. `draft` is a model, "ngram" for drafts without one, or "none" for plain decoding."""
+
+    target: str
+    draft: str = NGRAM_ONLY
+    host: str = "127.0.0.1"  # of the coordinator; workers are always on loopback
+    port: int = 50051  # 0 takes a free one
+    store: str = "embedded"
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    num_targets: int = 1
+    num_drafts: int = 1
+    target_threads: int | None = None
+    draft_threads: int | None = None
+    metrics_ports: int | None = None  # the first of consecutive ones: coordinator, targets, drafts
+    drain_s: float = 5.0

@@ -1,0 +1,18 @@
+"""Settings of the target worker."""
+
+from pydantic import Field
+
+from specdec.serving.settings import ModelSettings, Port
+
+
+class TargetSettings(ModelSettings):
+    """The target worker: `python -m target_service`."""
+
+    model: str = Field(..., description="hub id or folder of the target model")
+    port: Port = Field(50053, description="port to listen on; 0 takes a free one and logs it")
+    observation_window: int = Field(
+        128, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"
+    )
+
+
+SETTINGS = TargetSettings

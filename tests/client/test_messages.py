@@ -1,0 +1,135 @@
+"""Public values to protobuf and back; a wrong field is named with its value and the remedy."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec import messages
+from specdec.errors import InvalidArgumentError
+from specdec.types import (
+    MAX_DRAFT_TOKENS,
+    MAX_LOGPROBS,
+    AcceptanceRuleName,
+    ModelInfo,
+    SamplingParams,
+    SpeculationParams,
+)
+from specdec.v1 import types_pb2
+
+VOCAB_SIZE = 50
+PROPERTY = settings(deadline=None, derandomize=True, database=None)
+
+
+def float32(low: float, high: float, **options: Any) -> st.SearchStrategy[float]:
+    return st.floats(np.float32(low).item(), np.float32(high).item(), width=32, **options)
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=float32(0, 100),
+    top_k=st.integers(0, 2**32 - 1),
+    top_p=float32(0, 1, exclude_min=True),
+    min_p=float32(0, 1),
+    repetition_penalty=float32(0, 100, exclude_min=True),
+    presence_penalty=float32(-100, 100),
+    frequency_penalty=float32(-100, 100),
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    max_new_tokens=st.none() | st.integers(1, 2**32 - 1),
+    num_logprobs=st.none() | st.integers(0, MAX_LOGPROBS),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB_SIZE - 1), float32(-100, 100), max_size=4),
+    stop=st.lists(st.text(min_size=1, max_size=5), max_size=4).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4).map(tuple),
+    ignore_eos=st.booleans(),
+)
+
+
+@PROPERTY
+@given(SAMPLING)
+def test_sampling_comes_back(params: SamplingParams) -> None:
+    message = messages.sampling_to_proto(params)
+    again = types_pb2.SamplingParams.FromString(message.SerializeToString())
+    assert messages.sampling_from_proto(again, VOCAB_SIZE) == params
+
+
+def test_unset_sampling_is_neutral() -> None:
+    assert messages.sampling_from_proto(types_pb2.SamplingParams()) == SamplingParams()
+
+
+@pytest.mark.parametrize("count", [None, 0, 1, MAX_DRAFT_TOKENS])
+@pytest.mark.parametrize("rule", [None, *AcceptanceRuleName])
+def test_speculation_comes_back(count: int | None, rule: AcceptanceRuleName | None) -> None:
+    params = SpeculationParams(num_draft_tokens=count, drafter="ngram", acceptance_rule=rule)
+    assert messages.speculation_from_proto(messages.speculation_to_proto(params)) == params
+    assert messages.speculation_from_proto(types_pb2.SpeculationParams()) == SpeculationParams()
+
+
+def test_unknown_acceptance_rules_are_refused() -> None:
+    message = types_pb2.SpeculationParams.FromString(b"\x18\x09")
+    with pytest.raises(InvalidArgumentError, match="acceptance_rule is 9, which this service does not know"):
+        messages.speculation_from_proto(message)
+
+
+def test_models_come_back() -> None:
+    info = ModelInfo("name", "print", 7, 9, "float32", "cpu", (1, 2), "f" * 32, 3, 64)
+    assert messages.model_from_proto(messages.model_to_proto(info)) == info
+
+
+BAD_SAMPLING = [
+    ({"temperature": -1.0}, "temperature", "-1", "[0, 100]"),
+    ({"temperature": 101.0}, "temperature", "101", "[0, 100]"),
+    ({"temperature": math.nan}, "temperature", "nan", "[0, 100]"),
+    ({"temperature": math.inf}, "temperature", "inf", "leave it unset"),
+    ({"top_p": 0.0}, "top_p", "0", "(0, 1]"),
+    ({"top_p": 1.5}, "top_p", "1.5", "(0, 1]"),
+    ({"min_p": -0.5}, "min_p", "-0.5", "[0, 1]"),
+    ({"min_p": 2.0}, "min_p", "2", "[0, 1]"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty", "0", "(0, 100]"),
+    ({"repetition_penalty": math.nan}, "repetition_penalty", "nan", "(0, 100]"),
+    ({"presence_penalty": -101.0}, "presence_penalty", "-101", "[-100, 100]"),
+    ({"frequency_penalty": math.inf}, "frequency_penalty", "inf", "[-100, 100]"),
+    ({"max_new_tokens": 0}, "max_new_tokens", "0", "at least 1"),
+    ({"num_logprobs": 21}, "num_logprobs", "21", "from 0 to 20"),
+    ({"stop": ["x"] * 17}, "stop", "17", "the maximum is 16"),
+    ({"stop": ["ok", ""]}, "stop", "0 characters", "1 to 256"),
+    ({"stop": ["x" * 257]}, "stop", "257 characters", "1 to 256"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "257", "the maximum is 256"),
+    ({"stop_token_ids": [1, 50]}, "stop_token_ids", "50", "ends at 49"),
+    ({"logit_bias": {50: 1.0}}, "logit_bias", "50", "ends at 49"),
+    ({"logit_bias": {7: 100.5}}, "logit_bias", "100.5 for token 7", "[-100, 100]"),
+    ({"logit_bias": {7: math.nan}}, "logit_bias", "nan for token 7", "[-100, 100]"),
+    ({"logit_bias": dict.fromkeys(range(1025), 0.0)}, "logit_bias", "1025", "the maximum is 1024"),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "value", "remedy"), BAD_SAMPLING, ids=lambda each: str(each)[:24])
+def test_bad_sampling_names_the_field(fields: dict[str, Any], name: str, value: str, remedy: str) -> None:
+    vocab_size = 2000 if name == "logit_bias" and len(fields[name]) > 1000 else VOCAB_SIZE
+    with pytest.raises(InvalidArgumentError) as refused:
+        messages.sampling_from_proto(types_pb2.SamplingParams(**fields), vocab_size)
+    assert list(refused.value.violations) == [f"sampling.{name}"]
+    problem = refused.value.violations[f"sampling.{name}"]
+    assert value in problem
+    assert remedy in problem
+
+
+def test_all_wrong_fields_are_told_at_once() -> None:
+    message = types_pb2.SamplingParams(temperature=-1, top_p=2, stop=[""], stop_token_ids=[99])
+    with pytest.raises(InvalidArgumentError) as refused:
+        messages.sampling_from_proto(message, VOCAB_SIZE)
+    assert len(refused.value.violations) == 4
+
+
+def test_too_many_draft_tokens() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"num_draft_tokens is 33; give 0 \(plain decoding\) to 32"):
+        messages.speculation_from_proto(types_pb2.SpeculationParams(num_draft_tokens=33))
+
+
+def test_tokens_past_the_vocabulary() -> None:
+    messages.check_tokens([], 5, "field")
+    messages.check_tokens([4], 5, "field")
+    with pytest.raises(InvalidArgumentError, match="field has token id 5; the vocabulary ends at 4"):
+        messages.check_tokens([0, 5, 1], 5, "field")

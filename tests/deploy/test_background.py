@@ -1,0 +1,47 @@
+"""Work in the background: its result and its error arrive, and the end of the process does not wait for it."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from specdec.serving.background import in_background
+
+LOADS_FOR_EVER = """
+import time
+from specdec.serving import model_worker
+from target_service.__main__ import main
+model_worker._load = lambda *_: time.sleep(3600)
+main()
+"""
+
+
+async def test_results_and_errors_arrive() -> None:
+    assert await in_background(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await in_background(lambda: 1 // 0)
+
+
+async def test_leaving_does_not_wait() -> None:
+    go = threading.Event()
+    working = asyncio.create_task(in_background(go.wait))
+    await asyncio.sleep(0)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    go.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_loads_ends_when_told(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", LOADS_FOR_EVER, "--model", "models/target", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        while '"loading"' not in process.stderr.readline():
+            pass
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 0, "the load would have taken an hour"
+        assert "Traceback" not in process.stderr.read()

@@ -1,0 +1,169 @@
+"""A dry build of the images succeeds and finds seeded mistakes; `make image-check` builds them for real."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.image_check import pip_settings
+from deploy.image_check.engine import NOTHING_BUILDS, choose_engine
+from deploy.image_check.generation import Generated, compare, parse
+from deploy.image_check.processes import CheckFailed, run
+from tests.support.dry_build import BuildFailed, Call, DryBuild
+from tests.support.manifests import REPOSITORY, Dockerfile
+
+TEXT = (REPOSITORY / "deploy/Dockerfile").read_text()
+MAKEFILE = (REPOSITORY / "Makefile").read_text()
+IMAGES = re.search(r"^IMAGES := (.*)$", MAKEFILE, re.M)[1].split()
+CONSTRAINTS = (REPOSITORY / "constraints.txt").read_text()
+
+
+def dry_build(text: str, folder: Path, **arguments: str) -> DryBuild:
+    """Return all images built with stand-ins. Raises BuildFailed."""
+    build = DryBuild(Dockerfile(text), REPOSITORY, folder, **arguments)
+    for name in IMAGES:
+        build.build(name)
+    return build
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> DryBuild:
+    return dry_build(TEXT, tmp_path_factory.mktemp("images"))
+
+
+def build_requirements() -> set[str]:
+    required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
+    return {re.match(r"[\w-]+", each)[0] for each in required}
+
+
+def pip_problems(calls: list[Call]) -> Iterator[str]:
+    """Whatever pip installs is pinned, and the wheel's build finds its requirements installed."""
+    installed: set[str] = set()
+    for call in (call for call in calls if call.program == "pip"):
+        if call.words[0] == "install":
+            installed |= set(call.words)
+            if "--constraint" not in call.words or _constraint(call) != CONSTRAINTS:
+                yield f"{call.stage}: pip {' '.join(call.words)} has no constraints"
+        elif not {"--no-build-isolation", "--no-deps"} <= set(call.words):
+            yield f"{call.stage}: pip {call.words[0]} fetches what is not pinned"
+        else:
+            yield from (f"{call.stage}: {name} is not installed" for name in build_requirements() - installed)
+
+
+def _constraint(call: Call) -> str:
+    return Path(call.words[call.words.index("--constraint") + 1]).read_text()
+
+
+def test_every_image_can_be_built(built: DryBuild) -> None:
+    assert {call.program for call in built.calls} == {"python3", "pip", "useradd"}
+    assert list(pip_problems(built.calls)) == []
+
+
+def test_generated_stubs_stay_out_of_the_build(built: DryBuild) -> None:
+    assert not built.is_sent(REPOSITORY / "specdec/v1/types_pb2.py")
+    assert not built.is_sent(REPOSITORY / "specdec/__pycache__/x.pyc")
+    assert not built.is_sent(REPOSITORY / ".git/config")
+    assert built.is_sent(REPOSITORY / "coordinator/__main__.py")
+
+
+def test_models_are_where_the_programs_look(built: DryBuild) -> None:
+    for name in ("target", "draft"):
+        copied = {path.name for path in (built.build(f"demo-{name}") / "models" / name).iterdir()}
+        assert copied >= {"config.json", "model.safetensors", "tokenizer.json"}
+    assert not list((built.build("demo-coordinator") / "models").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("index", ["", "https://torch.example/cpu"])
+def test_an_empty_torch_index_is_the_default_of_pip(index: str, tmp_path: Path) -> None:
+    calls = dry_build(TEXT, tmp_path, TORCH_INDEX=index).calls
+    [torch] = [call.words for call in calls if "torch" in call.words]
+    assert (torch[torch.index("--index-url") + 1] if "--index-url" in torch else "") == index
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (":/usr/sbin:/usr/bin:/sbin:", ":/usr/bin:", "useradd: not found"),
+        ("RUN python3 -m venv /opt/specdec", "RUN python -m venv /opt/specdec", "python: not found"),
+        ("COPY protos", "COPY proto", "wheel: COPY proto: there is no such file"),
+        ("COPY models/draft", "COPY models/train.py", "demo-draft: COPY models/train.py: there is no such file, or"),
+        ("COPY constraints.txt /constraints.txt\nCOPY --from=wheel", "COPY --from=wheel", "No such file or directory"),
+        ("--constraint /constraints.txt --no-deps", "--no-deps", "worker-packages: pip install"),
+        ("--no-build-isolation --check", "--check", "wheel: pip wheel fetches what is not pinned"),
+        ("setuptools grpcio-tools mypy-protobuf", "setuptools grpcio-tools", "wheel: mypy-protobuf is not installed"),
+    ],
+)
+def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, said: str, tmp_path: Path) -> None:
+    assert old in TEXT
+    try:
+        problems = list(pip_problems(dry_build(TEXT.replace(old, new), tmp_path).calls))
+    except BuildFailed as error:
+        problems = [str(error)]
+    assert any(said in problem for problem in problems), problems
+
+
+# The check itself.
+
+
+def test_settings_of_pip_reach_the_build(tmp_path: Path) -> None:
+    listed = (
+        f":env:.timeout='180'\nglobal.cert='/ca.crt'\nglobal.timeout='9'\nglobal.find-links='\\n{tmp_path}\\nhttps://x'"
+    )
+    settings = pip_settings.parse(listed)
+    words = pip_settings.build_arguments(settings, {"HTTPS_PROXY": "http://proxy"}, tmp_path)
+    assert words == [
+        *("--secret", f"id=pip,src={tmp_path}/pip.conf", "--secret", "id=ca,src=/ca.crt"),
+        *("--build-arg", "HTTPS_PROXY"),
+    ]
+    lines = (tmp_path / "pip.conf").read_text().splitlines()
+    assert sorted(lines) == sorted(
+        ["[global]", "cert = /run/secrets/ca", "timeout = 180", f"find-links = {tmp_path}", "    https://x"]
+    )
+
+
+def test_folders_of_packages_are_mounted(tmp_path: Path) -> None:
+    (tmp_path / "index/simple").mkdir(parents=True)
+    settings = {"extra-index-url": f"https://x/simple file://{tmp_path}/index/simple", "find-links": "/nowhere"}
+    assert pip_settings.local_folders(settings) == [tmp_path / "index"]
+
+
+def test_missing_engine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(CheckFailed, match="install podman or buildah") as raised:
+        choose_engine(None, tmp_path)
+    assert str(raised.value) == NOTHING_BUILDS
+
+
+def test_failed_command_shows_its_last_lines(tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match=r"^build: /bin/sh ended with exit code 127$") as raised:
+        run(["/bin/sh", "-c", "no-such-program"], tmp_path / "build.log")
+    assert raised.value.output.endswith("no-such-program: not found")
+
+
+def generated(num_draft_tokens: int, text: str = "x") -> Generated:
+    statistics = {"num_draft_tokens": num_draft_tokens, "num_accepted_tokens": num_draft_tokens}
+    return parse([{"text": text, "tokens": [1]}, {"finish": {"statistics": statistics}}])
+
+
+def test_equal_texts_pass() -> None:
+    compare(generated(3), generated(0))
+
+
+@pytest.mark.parametrize(
+    ("drafted", "plain", "said"),
+    [
+        (generated(3, "y"), generated(0), "the greedy texts differ"),
+        (generated(0), generated(0), "accepted no draft token"),
+        (generated(3), generated(3), "or the plain one was drafted"),
+    ],
+)
+def test_texts_that_prove_nothing_fail(drafted: Generated, plain: Generated, said: str) -> None:
+    with pytest.raises(CheckFailed, match=said):
+        compare(drafted, plain)
+
+
+def test_a_generation_that_was_cut_off_fails() -> None:
+    with pytest.raises(CheckFailed, match="did not reach its end"):
+        parse([{"text": "x", "tokens": [1]}])

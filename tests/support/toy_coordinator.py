@@ -1,0 +1,173 @@
+"""A coordinator over a store whose workers are toys: the production coordinator, registry and rounds, no network."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from coordinator.draft import OfferedDrafter
+from coordinator.generation import Chunk, chain
+from coordinator.prompts import EncodedPrompt, Prompts
+from coordinator.registry import RunningGenerations
+from coordinator.requests import RequestLimits
+from coordinator.rounds import Scored
+from coordinator.running import Ending
+from coordinator.service import Coordinator, Workers
+from coordinator.sessions import SessionStore
+from coordinator.streams import WorkerSession
+from specdec import messages
+from specdec.exact.values import Proposal
+from specdec.types import ModelInfo, SamplingParams
+from specdec.v1 import generation_pb2
+from tests.support.toys import VOCAB_SIZE, ToyDrafter, ToyModel, ToyScorer, markov_logits
+
+SEED = 11
+LENGTH = 24
+PROMPT = (1,)
+SAMPLING = SamplingParams(seed=SEED, max_new_tokens=LENGTH)
+MAX_TURNS = 100_000  # of the event loop: what has not happened by then never will
+
+
+class Drafter(ToyDrafter):
+    """A toy that counts its ends."""
+
+    num_closed = num_abandoned = 0
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+    def abandon(self) -> None:
+        self.num_abandoned += 1
+
+
+class Scorer(ToyScorer):
+    """A toy that counts its ends, and waits or fails where the test says."""
+
+    num_closed = num_abandoned = 0
+    before: Callable[[int], Any]
+
+    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+        await self.before(len(committed) - len(PROMPT))
+        return await super().score(committed, proposal)
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+    def abandon(self) -> None:
+        self.num_abandoned += 1
+
+
+class Gate:
+    """Lets rounds pass that begin before `limit` completion tokens, and the others when it is opened."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.opened = limit, asyncio.Event()
+
+    async def __call__(self, length: int) -> None:
+        if self.limit is not None and length >= self.limit:
+            await self.opened.wait()
+        await asyncio.sleep(0)
+
+
+class ToyWorkers:
+    """Opens toy scorers and drafters, and remembers them."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[int], Any] = Gate()
+        self.scorers: list[Scorer] = []
+        self.drafters: list[Drafter] = []
+
+    def open(self, session: WorkerSession, *rest: object) -> Any:
+        """Return a scorer to the one who asks for a target's, a drafter to the one who asks for a draft's."""
+        return self._drafter() if isinstance(rest[0], str) else self._scorer()
+
+    def _scorer(self) -> Scorer:
+        scorer = Scorer(ToyModel(markov_logits(1), SAMPLING, prompt=PROMPT), SEED)
+        scorer.before = self.before
+        self.scorers.append(scorer)
+        return scorer
+
+    def _drafter(self) -> Drafter:
+        self.drafters.append(Drafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED))
+        return self.drafters[-1]
+
+
+class ToyCapabilities:
+    """One toy target and one toy draft."""
+
+    target = ModelInfo("toy", vocab_size=VOCAB_SIZE, context_length=1000)
+    drafters = ("toy",)
+
+    def check_tokenizer(self, model: ModelInfo) -> None:
+        """Every model has the same."""
+
+    def ask_soon(self) -> None:
+        """Nothing changes."""
+
+    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
+        return "toy", OfferedDrafter(self.target)
+
+
+class ToyCoordinator(Coordinator):
+    """A coordinator of toys over a store; two over one store are two coordinators."""
+
+    def __init__(self, store: SessionStore, maximum: int = 8) -> None:
+        self.store, self.running, self.toys = store, RunningGenerations(maximum), ToyWorkers()
+        workers: Any = Workers(self.toys, self.toys, ToyCapabilities())  # type: ignore[arg-type]
+        vocabulary = {f"t{token}": token for token in range(VOCAB_SIZE)}
+        prompts = Prompts(Tokenizer(WordLevel(vocabulary, unk_token="t0")), None)
+        super().__init__(workers, prompts, store, self.running, RequestLimits(LENGTH, 8))
+
+    async def create(self, session_id: str) -> None:
+        """Create a session that drafts three tokens a round."""
+        request = generation_pb2.GenerateRequest(sampling=messages.sampling_to_proto(SAMPLING))
+        request.speculation.num_draft_tokens = 3
+        await self.store.create(session_id, b"", request.SerializeToString(), EncodedPrompt(PROMPT, chain(b"", PROMPT)))
+
+    async def tokens(self, session_id: str, offset: int = 0, digest: bytes = b"") -> list[int]:
+        """Follow to the end."""
+        async with aclosing(self.follow(session_id, offset, digest)) as chunks:
+            return [token async for chunk, _ in chunks for token in tokens_of(chunk)]
+
+    async def stored(self, session_id: str) -> list[int]:
+        """Return the committed tokens."""
+        return [entry.token for entry in (await self.store.read(session_id)).emitted]
+
+
+Chunks = AsyncGenerator[tuple[Chunk, Ending | None]]
+
+
+def tokens_of(chunk: Chunk) -> list[int]:
+    return [entry.token for entry in chunk.emitted]
+
+
+def generation_tasks() -> list[str]:
+    """Return the names of the generations whose rounds run in this process."""
+    return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("generation")]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until something is so."""
+    for _ in range(MAX_TURNS):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never came to that")
+
+
+async def take(chunks: Chunks, count: int) -> list[int]:
+    """Read chunks until there are at least so many tokens."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        chunk, _ = await anext(chunks)
+        tokens += tokens_of(chunk)
+    return tokens
+
+
+async def read_into(tokens: list[int], chunks: Chunks) -> None:
+    """Append every token as it comes."""
+    async for chunk, _ in chunks:
+        tokens += tokens_of(chunk)
