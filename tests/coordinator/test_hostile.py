@@ -1,12 +1,13 @@
-"""Bad input: each has its status code, a message that names the value and the remedy, and harms nobody else."""
+"""Bad input: each has its status code, a message that names the value and the remedy, and no effect on other calls."""
 
 import asyncio
 import math
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
@@ -25,19 +26,22 @@ from tests.support.cluster import Cluster, cluster, save_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+# what the stub's constructor returns for a channel of grpc.aio; the class is in the types alone
+Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 GOOD = pb.TokenSequence(ids=[1, 2, 3])
 
 
-def request(**fields: object) -> pb.GenerateRequest:
+def request(**fields: Any) -> pb.GenerateRequest:
     """Return a request that is good but for the given fields."""
     sampling = Sampling(temperature=0, max_new_tokens=4)
-    return pb.GenerateRequest(**{"tokens": GOOD, "sampling": sampling, **fields})  # type: ignore[arg-type]
+    good: dict[str, Any] = {"tokens": GOOD, "sampling": sampling}
+    return pb.GenerateRequest(**good | fields)
 
 
-def sampled(**fields: object) -> pb.GenerateRequest:
+def sampled(**fields: Any) -> pb.GenerateRequest:
     """Return a request whose sampling parameters are bad."""
-    return request(sampling=Sampling(**fields))  # type: ignore[arg-type]
+    return request(sampling=Sampling(**fields))
 
 
 CHAT = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])
@@ -81,13 +85,13 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def stub(served: Cluster) -> AsyncIterator[generation_pb2_grpc.GenerationServiceStub]:
+async def stub(served: Cluster) -> AsyncIterator[Stub]:
     """A client without a library around it."""
     async with open_channel(served.address) as channel:
         yield generation_pb2_grpc.GenerationServiceStub(channel)
 
 
-async def outcome(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcError:
+async def outcome(call: AsyncIterable[object]) -> grpc.aio.AioRpcError:
     """Return the error of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for _ in call:
@@ -95,13 +99,13 @@ async def outcome(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRpcEr
     return caught.value
 
 
-async def good_tokens(stub: generation_pb2_grpc.GenerationServiceStub) -> list[int]:
+async def good_tokens(stub: Stub) -> list[int]:
     """Return what a good request generates."""
     return [token async for chunk in stub.Generate(request()) for token in chunk.tokens]
 
 
 @pytest.mark.parametrize("name", BAD_REQUESTS)
-async def test_bad_request(name: str, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_bad_requests_name_the_field(name: str, stub: Stub) -> None:
     bad, words = BAD_REQUESTS[name]
     before = await good_tokens(stub)
     error = await outcome(stub.Generate(bad))
@@ -112,20 +116,23 @@ async def test_bad_request(name: str, stub: generation_pb2_grpc.GenerationServic
     assert len(before) == 4
 
 
-async def test_invalid_utf8(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_invalid_utf8_is_refused(served: Cluster, stub: Stub) -> None:
     async with open_channel(served.address) as channel:
-        raw = channel.unary_stream("/specdec.v1.GenerationService/Generate")
+        raw: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
+            "/specdec.v1.GenerationService/Generate"
+        )
         error = await outcome(raw(b"\x12\x02\xff\xfe"))
     assert error.code() == INVALID
     assert "UTF-8" in (error.details() or "")
     assert await good_tokens(stub)
 
 
-async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
-    for call in (
+async def test_unknown_sessions_are_not_found(stub: Stub) -> None:
+    calls: list[Awaitable[object]] = [
         stub.GetSession(pb.GetSessionRequest(session_id="nobody")),
         stub.CancelSession(pb.CancelSessionRequest(session_id="nobody")),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
@@ -134,15 +141,16 @@ async def test_unknown_session(stub: generation_pb2_grpc.GenerationServiceStub) 
     assert "Generate" in (error.details() or "")
 
 
-async def test_a_long_session_id_is_refused_without_repeating_it(
-    stub: generation_pb2_grpc.GenerationServiceStub, capsys: pytest.CaptureFixture[str]
+async def test_long_session_ids_are_refused_without_repeating_them(
+    stub: Stub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "x" * (1 << 20)
-    for call in (
+    calls: list[Awaitable[object]] = [
         stub.GetSession(pb.GetSessionRequest(session_id=name)),
         stub.CancelSession(pb.CancelSessionRequest(session_id=name)),
         stub.Resume(pb.ResumeRequest(session_id=name)).read(),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         assert (caught.value.code(), len(caught.value.details() or "") < 200) == (INVALID, True)
@@ -150,7 +158,7 @@ async def test_a_long_session_id_is_refused_without_repeating_it(
     assert max(map(len, (logged.out + logged.err).splitlines()), default=0) < 1000
 
 
-async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_a_request_id_is_bound_to_its_parameters(stub: Stub) -> None:
     first = [chunk async for chunk in stub.Generate(request(request_id="once"))]
     again = [chunk async for chunk in stub.Generate(request(request_id="once"))]
     assert [t for c in first for t in c.tokens] == [t for c in again for t in c.tokens]
@@ -161,7 +169,7 @@ async def test_request_id_with_other_parameters(stub: generation_pb2_grpc.Genera
     assert "new request_id" in (error.details() or "")
 
 
-async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_a_message_of_100_mb_is_refused(served: Cluster, stub: Stub) -> None:
     error = await outcome(stub.Generate(request(text="x" * (100 << 20))))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     async with AsyncClient(served.address) as client:
@@ -170,7 +178,7 @@ async def test_message_of_100_mb(served: Cluster, stub: generation_pb2_grpc.Gene
     assert await good_tokens(stub)
 
 
-async def test_client_that_leaves(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+async def test_a_session_resumes_after_its_client_leaves(served: Cluster, stub: Stub) -> None:
     """A client that leaves after the first token pauses its session, which another one resumes to the same end."""
     async with AsyncClient(served.address) as client:
         greedy = SamplingParams(temperature=0, max_new_tokens=100)
@@ -183,7 +191,7 @@ async def test_client_that_leaves(served: Cluster, stub: generation_pb2_grpc.Gen
     assert await good_tokens(stub)
 
 
-async def test_cancelled_session(served: Cluster) -> None:
+async def test_a_cancelled_session_ends_everywhere(served: Cluster) -> None:
     async with AsyncClient(served.address) as client:
         endless = SamplingParams(temperature=1, max_new_tokens=100, ignore_eos=True)
         stream = client.generate(prompt_token_ids=[1, 2, 3], sampling=endless)
@@ -197,7 +205,7 @@ async def test_cancelled_session(served: Cluster) -> None:
         assert len(session.tokens) == last.end
 
 
-async def test_different_tokenizers(tmp_path: Path) -> None:
+async def test_different_tokenizers_are_refused(tmp_path: Path) -> None:
     target, draft = build("llama", tmp_path / "target"), build("llama", tmp_path / "draft")
     save_tokenizer(target, 300)
     save_tokenizer(draft, 300, prefix="other")
@@ -218,7 +226,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
         (["draft_service"], ["--model"]),
     ],
 )
-async def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+async def test_impossible_starts_print_one_sentence(arguments: list[str], words: list[str], tmp_path: Path) -> None:
     """One sentence on standard error, and no traceback."""
     model = save_tokenizer(build("llama", tmp_path / "model"), 320)
     pickle = tmp_path / "pickle"
@@ -239,10 +247,10 @@ async def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tm
     assert "Traceback" not in ended.stderr
 
 
-async def test_concurrent_bad_and_good(served: Cluster, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
-    """Bad requests among good ones change nothing of the good ones."""
+async def test_bad_requests_leave_concurrent_ones_unchanged(served: Cluster, stub: Stub) -> None:
+    """Good requests among bad ones generate what they generate alone."""
     alone = await good_tokens(stub)
-    bad = [outcome(stub.Generate(each)) for each, _ in BAD_REQUESTS.values()]
-    good = [good_tokens(stub) for _ in bad]
-    results = await asyncio.gather(*bad, *good)
-    assert all(tokens == alone for tokens in results[len(bad) :])
+    bad = asyncio.gather(*(outcome(stub.Generate(each)) for each, _ in BAD_REQUESTS.values()))
+    good = asyncio.gather(*(good_tokens(stub) for _ in BAD_REQUESTS))
+    _, results = await asyncio.gather(bad, good)
+    assert all(tokens == alone for tokens in results)

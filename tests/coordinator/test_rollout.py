@@ -39,7 +39,7 @@ def _model(folder: Path, seed: int) -> Path:
 
 
 class Fleet:
-    """Target workers on fixed ports behind one address; each starts and stops when it is told."""
+    """Target workers on fixed ports at one address; a test starts and stops each."""
 
     def __init__(self, size: int) -> None:
         self._ports = [free_port() for _ in range(size)]
@@ -153,7 +153,7 @@ async def test_a_model_that_is_gone_ends_its_sessions(models: tuple[Path, Path],
             with pytest.raises(ModelMismatchError, match="model of this session's text"):
                 await follower.task
             with pytest.raises(ModelMismatchError, match="model of this session's text"):
-                async for _ in other.resume(follower.session_id, len(follower.tokens)):
+                async for _ in other.resume(follower.session_id, offset=len(follower.tokens)):
                     pass
             assert (await other.get_session(follower.session_id)).tokens == tuple(follower.tokens)
 
@@ -181,5 +181,5 @@ def test_silence_changes_nothing() -> None:
     assert newest("ab", "", "", "") == newest("ab")
 
 
-def test_of_models_that_appear_together_the_most_frequent_counts() -> None:
+def test_the_most_frequent_of_new_models_counts() -> None:
     assert newest("abb") == newest("bba") == "b"

@@ -1,8 +1,10 @@
 """The loop: what is committed when, what ends it, that commits are awaited, and who gets the observations."""
 
 import asyncio
+import operator
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 
@@ -145,16 +147,20 @@ async def test_a_failed_last_commit_is_raised() -> None:
         await rounds.run()
 
 
+def hang_after_the_first(number: int) -> Awaitable[object] | None:
+    """Wait for ever in every round but the first."""
+    return asyncio.Event().wait() if number else None
+
+
 async def test_cancellation_awaits_the_commit() -> None:
-    """Wherever it strikes: while the next round is played, and while the loop waits for the commit."""
+    """Both while the next round is played and while the loop waits for the commit."""
     for is_scoring in (True, False):
         rounds = Rounds()
         rounds.gates[0] = asyncio.Event()
         if is_scoring:
-            never = asyncio.Event()
-            rounds.traced.before = lambda number, never=never: never.wait() if number else None
+            rounds.traced.before = hang_after_the_first
         task = asyncio.create_task(rounds.run())
-        await until(lambda rounds=rounds: ("score", 1) in rounds.trace.events)
+        await until(partial(operator.contains, rounds.trace.events, ("score", 1)))
         await settle()
         task.cancel()
         await settle()

@@ -10,7 +10,14 @@ import pytest
 from fakeredis import FakeAsyncRedis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from redis.exceptions import AuthenticationError, ResponseError
 
 from coordinator.generation import OutputToken, Round, chain
@@ -37,7 +44,7 @@ def round_after(
     finish: FinishReason | None = None,
     logprobs: TokenLogprobs | None = None,
 ) -> Round:
-    """The round that commits `tokens` behind `before`, prompt included."""
+    """The round that commits `tokens` after `before`, prompt included."""
     origins = [TokenOrigin.ACCEPTED] * (len(tokens) - 1) + [TokenOrigin.BONUS]
     emitted = tuple(OutputToken(token, origin, logprobs) for token, origin in zip(tokens, origins, strict=True))
     digest = chain(b"", before)
@@ -114,7 +121,7 @@ async def test_a_key_with_other_parameters_is_refused(store: OpenStore) -> None:
         await create(store, fingerprint=b"other")
 
 
-async def test_each_claim_raises_the_epoch_and_reading_does_not(store: OpenStore) -> None:
+async def test_only_claims_raise_the_epoch(store: OpenStore) -> None:
     await create(store)
     assert [(await store.claim(SESSION)).epoch for _ in range(3)] == [1, 2, 3]
     assert (await store.read(SESSION)).epoch == 3
@@ -261,7 +268,7 @@ async def check_all_keys_live_as_long(store: OpenStore) -> None:
     client = store.redis
     assert all([await client.pttl(key) > 0 for key in keys(SESSION)[:2]])
     epoch = (await store.claim(SESSION)).epoch
-    before = PROMPT
+    before: tuple[int, ...] = PROMPT
     for token in (1, 2):
         for key in keys(SESSION):
             await client.pexpire(key, 60_000)
@@ -373,7 +380,7 @@ async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
 # ---- faults, on a real Redis
 
 
-async def test_a_commit_whose_reply_is_lost_is_made_once(proxy: Proxy) -> None:
+async def test_a_lost_reply_does_not_repeat_a_commit(proxy: Proxy) -> None:
     """redis-py repeats it; the script recognises it."""
     async with opened(proxy.url) as store:
         await create(store)
@@ -389,7 +396,7 @@ async def test_a_commit_whose_reply_is_lost_is_made_once(proxy: Proxy) -> None:
         assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == before[len(PROMPT) :]
 
 
-async def test_a_creation_and_a_claim_whose_replies_are_lost_hold(proxy: Proxy) -> None:
+async def test_lost_replies_do_not_undo_creation_or_claim(proxy: Proxy) -> None:
     async with opened(proxy.url) as store:
         await create(store, "loads-the-script")
         first = await store.claim("loads-the-script")
@@ -417,7 +424,7 @@ async def test_connections_that_are_cut_are_made_again(proxy: Proxy) -> None:
         assert (await store.claim(SESSION)).epoch == 1
 
 
-async def test_a_call_given_up_leaves_no_reply_for_the_next(proxy: Proxy) -> None:
+async def test_an_abandoned_call_leaves_no_stale_reply(proxy: Proxy) -> None:
     """A connection whose reply is still to come must not answer another command with it."""
     async with opened(proxy.url) as store:
         await create(store)
@@ -433,7 +440,7 @@ async def test_a_call_given_up_leaves_no_reply_for_the_next(proxy: Proxy) -> Non
         assert await store.cancel(SESSION) is Status.CANCELLED
 
 
-async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> None:
+async def test_the_store_recovers_when_redis_is_back() -> None:
     with running_redis(append_only=True) as server:
         async with opened(server.url) as store:
             await create(store)
@@ -447,7 +454,7 @@ async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> Non
             assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == (1, 2)
 
 
-async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> None:
+async def test_an_emptied_store_is_data_loss() -> None:
     with running_redis(append_only=False) as server:
         async with opened(server.url) as store:
             await create(store)
@@ -460,7 +467,7 @@ async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> No
                 await store.read(SESSION)
 
 
-async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisServer, redis_url: str) -> None:
+async def test_a_store_restored_from_backup_is_data_loss(redis_server: RedisServer, redis_url: str) -> None:
     async with opened(redis_url) as store:
         await create(store)
         epoch = (await store.claim(SESSION)).epoch
@@ -475,11 +482,13 @@ async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisSe
 
 
 @pytest.mark.parametrize("part", [1, 2, 3], ids=["tokens", "origins", "logprobs"])
-async def test_half_a_session_is_not_read(store: OpenStore, part: int) -> None:
+async def test_a_partial_session_is_data_loss(store: OpenStore, part: int) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await commit(store, epoch, round_after(PROMPT, (1, 2), logprobs=LOGPROBS))
-    await store.redis.set(keys(SESSION)[part], (await store.redis.get(keys(SESSION)[part]))[: 4 if part < 3 else 21])
+    stored = await store.redis.get(keys(SESSION)[part])
+    assert stored is not None
+    await store.redis.set(keys(SESSION)[part], stored[: 4 if part < 3 else 21])
     if part == 2:
         await store.redis.set(keys(SESSION)[part], b"\x01")
     with pytest.raises(DataLossError):
@@ -505,7 +514,7 @@ async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None
         await RedisClient(Refusing()).ping()
 
 
-async def test_a_url_that_redis_does_not_know_is_refused() -> None:
+async def test_urls_that_redis_rejects_are_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         open_store("http://127.0.0.1", TTL_S)
 
@@ -560,7 +569,7 @@ async def test_a_call_gives_up_waiting_for_its_turn(redis_server: RedisServer, r
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One session, several owners that may wake at any time, a cancelling stranger, expiry and replays."""
+    """One session, several owners that may wake at any time, a client that cancels, expiry and replays."""
 
     server: RedisServer
 
@@ -575,7 +584,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def born(self) -> None:
         self.run(create(self.store))
-        self.log, self.epoch, self.status = PROMPT, 0, Status.ACTIVE
+        self.log: tuple[int, ...] = PROMPT
+        self.epoch, self.status = 0, Status.ACTIVE
         self.commits.clear()
         self.epochs.clear()
         self.exists = True
@@ -688,9 +698,11 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def test_any_order_of_calls(redis_server: RedisServer) -> None:
-    machine = type("Machine", (StoreMachine,), {"server": redis_server})
+    class Machine(StoreMachine):
+        server = redis_server
+
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
-    machine.TestCase.settings = settings(
+    bounds = settings(
         max_examples=60,
         stateful_step_count=30,
         deadline=None,
@@ -698,4 +710,4 @@ def test_any_order_of_calls(redis_server: RedisServer) -> None:
         database=None,
         suppress_health_check=checks,
     )
-    machine.TestCase("runTest").runTest()
+    run_state_machine_as_test(Machine, settings=bounds)

@@ -80,6 +80,11 @@ class ToyWorkers:
         self.scorers: list[Scorer] = []
         self.drafters: list[Drafter] = []
 
+    @property
+    def handles(self) -> list[Scorer | Drafter]:
+        """Everything that was opened."""
+        return [*self.scorers, *self.drafters]
+
     def open(self, session: WorkerSession, *rest: object) -> Any:
         """Return a scorer to the one who asks for a target's, a drafter to the one who asks for a draft's."""
         return self._drafter() if isinstance(rest[0], str) else self._scorer()
