@@ -44,10 +44,9 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def as_transformers(template: str, messages: list[tuple[str, str]]) -> str:
-    conversation = [{"role": role, "content": content} for role, content in messages]
-    texts, _ = render_jinja_template(
-        conversations=[conversation], chat_template=template, add_generation_prompt=True, **SPECIAL
-    )
+    conversation: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in messages]
+    render: Any = render_jinja_template  # its annotations leave out the template's own variables
+    texts, _ = render(conversations=[conversation], chat_template=template, add_generation_prompt=True, **SPECIAL)
     return str(texts[0])
 
 

@@ -131,7 +131,7 @@ def test_a_fixed_k_is_never_changed() -> None:
 
 
 @pytest.mark.parametrize("remaining_tokens", [0, 1, 2, 3])
-def test_the_automatic_k_leaves_room_for_the_closing_token(remaining_tokens: int) -> None:
+def test_automatic_k_leaves_room_for_a_closing_token(remaining_tokens: int) -> None:
     fresh, warm = automatic(), automatic()
     simulate(Machine(rate=1.0, draft=0.01), warm)
     assert fresh.choose(remaining_tokens) == min(PROBE_LENGTH, max(remaining_tokens - 1, 0))
@@ -171,7 +171,7 @@ def loaded(num_sessions: int, slope: float, costs: Costs) -> None:
         costs.observe(k, 0.01 * k, 1 + slope * k, num_sessions)
 
 
-def test_a_change_of_load_changes_the_choice_at_once() -> None:
+def test_a_load_change_changes_k_at_once() -> None:
     """Draft tokens are nearly free at an idle worker, and cost as much as plain ones at a busy one."""
     length = automatic()
     loaded(1, 0.01, length.costs)

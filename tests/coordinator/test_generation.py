@@ -80,7 +80,7 @@ def test_a_round_commits_accepted_and_closing_tokens() -> None:
     assert state.text == "abc"
 
 
-def test_a_round_commits_the_accepted_path_of_a_tree() -> None:
+def test_tree_rounds_commit_the_accepted_path() -> None:
     """The second child of the root, and that one's child; each with the log probabilities of its own position."""
     state = generation(replace(SEED, num_logprobs=1))
     proposal = Proposal((1, 2, 3, 4), tuple(map(one_hot, (1, 2, 3, 4))), (0, 0, 1, 2))
@@ -165,7 +165,7 @@ def test_never_past_the_context() -> None:
         (SEED, [1, 2], FinishReason.LENGTH),
     ],
 )
-def test_a_stop_on_the_last_token_is_a_stop(sampling: SamplingParams, tokens: list[int], reason: FinishReason) -> None:
+def test_a_stop_on_the_last_token_counts(sampling: SamplingParams, tokens: list[int], reason: FinishReason) -> None:
     state = generation(sampling, replace(LIMITS, max_new_tokens=2))
     assert play(state, tokens).finish is reason
 
@@ -212,6 +212,12 @@ def whole(state: Generation) -> Chunk:
     return state.chunk(0, len(state.emitted))
 
 
+def ended_text(state: Generation) -> str:
+    """End a generation; return its text, with what was held back for stop strings."""
+    state.end(FinishReason.CANCELLED)
+    return state.text
+
+
 def facts(state: Generation) -> tuple[object, ...]:
     """Return everything that a client sees except origins, which depend on rounds."""
     chunk = whole(state)
@@ -225,7 +231,8 @@ def test_text_does_not_depend_on_rounds(
 ) -> None:
     first, second = (played(tokens, each, stops, ignore_eos=ignore_eos) for each in (sizes, others))
     assert facts(first) == facts(second)
-    assert first._digests == [chain(b"", first.committed[:end]) for end in range(len(PROMPT), len(first.committed) + 1)]
+    for offset in range(len(first.committed) - len(PROMPT) + 1):
+        assert first.digest_at(offset) == chain(b"", first.committed[: len(PROMPT) + offset])
 
 
 @settings(deadline=None, derandomize=True, database=None)
@@ -252,7 +259,9 @@ def test_a_replay_is_identical(tokens: list[int], sizes: list[int], stops: tuple
     state = played(tokens, sizes, stops)
     again = generation(state.sampling, LIMITS, state.emitted, state.finish)
     assert facts(again) == facts(state)
-    assert (again.emitted, again._stop.held, again.done) == (state.emitted, state._stop.held, state.done)
+    assert (again.emitted, again.done) == (state.emitted, state.done)
+    replayed = generation(state.sampling, LIMITS, state.emitted, state.finish)
+    assert ended_text(replayed) == ended_text(played(tokens, sizes, stops))
     if not state.done:
         assert play(again, [1, 2]) == replace(play(state, [1, 2]), statistics=again.statistics)
         assert facts(again) == facts(state)

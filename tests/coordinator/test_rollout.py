@@ -39,7 +39,7 @@ def _model(folder: Path, seed: int) -> Path:
 
 
 class Fleet:
-    """Target workers on fixed ports behind one address; each starts and stops when it is told."""
+    """Target workers on fixed ports at one address; a test starts and stops each."""
 
     def __init__(self, size: int) -> None:
         self._ports = [free_port() for _ in range(size)]

@@ -26,14 +26,20 @@ Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]
 
 
 class Scripted(target_pb2_grpc.TargetServiceServicer):
-    """Plays one script a stream, in turn, then answers well for ever."""
+    """Plays one script a stream, in turn; later streams get good answers."""
 
     def __init__(self, *scripts: Callable[[Any, Any], Awaitable[None]]) -> None:
         self._scripts = list(scripts)
         self.asked: list[tuple[int, list[int]]] = []  # start and tokens of each question
         self.num_streams = 0
 
-    async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:
+    def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
+        """Answer with an empty description."""
+        return target_pb2.GetTargetResponse()
+
+    async def Score(  # type: ignore[override]  # writes by itself
+        self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any
+    ) -> None:
         """Play the next script."""
         self.num_streams += 1
         if self._scripts:
@@ -54,7 +60,7 @@ def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> tar
 
 @asynccontextmanager
 async def served(servicer: Scripted) -> AsyncIterator[TargetWorkers]:
-    """Serve it, and give the coordinator's view of it."""
+    """Serve it; give the coordinator's client of it."""
 
     @asynccontextmanager
     async def build(server: Server) -> AsyncIterator[None]:
@@ -106,7 +112,7 @@ async def hold_less(requests: Any, context: Any) -> None:
             await context.write(well_answered(request.score, cached_len=1 if num_asked == 2 else None))
 
 
-async def test_a_refusal_at_open_is_told_as_it_is() -> None:
+async def test_a_refusal_at_open_keeps_its_status() -> None:
     """grpc.aio loses the status where a write meets the stream's end; asking again brings it."""
     for _ in range(20):
         async with served(Scripted(*[refuse_as_fenced] * 100)) as workers:
@@ -115,7 +121,7 @@ async def test_a_refusal_at_open_is_told_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("script", [end_after_one_answer, break_after_one_answer])
-async def test_a_worker_lost_between_rounds_costs_nothing_but_time(script: Any) -> None:
+async def test_a_worker_lost_between_rounds_is_replaced(script: Any) -> None:
     for _ in range(10):
         servicer = Scripted(script)
         async with served(servicer) as workers:
@@ -127,7 +133,7 @@ async def test_a_worker_lost_between_rounds_costs_nothing_but_time(script: Any) 
         assert servicer.asked == [(0, [1, 2, 7])], "the new stream is sent everything"
 
 
-async def test_nonsense_is_not_believed() -> None:
+async def test_malformed_scores_are_asked_again() -> None:
     servicer = Scripted(answer_nonsense)
     async with served(servicer) as workers:
         scored = await workers.open(SESSION, 10).score([1, 2], Proposal())
@@ -135,7 +141,7 @@ async def test_nonsense_is_not_believed() -> None:
     assert servicer.num_streams == 2
 
 
-async def test_a_worker_that_holds_less_is_sent_more() -> None:
+async def test_an_evicted_worker_is_sent_more() -> None:
     servicer = Scripted(hold_less)
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10)
@@ -159,7 +165,7 @@ async def test_a_second_miss_is_sent_everything() -> None:
             await asyncio.wait_for(scorer.score([1] * length, Proposal()), 5)
 
 
-async def test_a_round_sends_what_was_committed_since_the_last() -> None:
+async def test_rounds_send_only_newly_committed_tokens() -> None:
     servicer = Scripted()
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10)
@@ -168,7 +174,7 @@ async def test_a_round_sends_what_was_committed_since_the_last() -> None:
     assert servicer.asked == [(0, [1, 2]), (2, [7]), (3, [8, 9])]
 
 
-async def test_patience_ends() -> None:
+async def test_scoring_fails_when_patience_ends() -> None:
     async with open_channel("127.0.0.1:1") as channel:
         scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
         with pytest.raises(UnavailableError, match="no target worker has served this round for 0 s; the session"):

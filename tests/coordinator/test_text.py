@@ -62,7 +62,7 @@ def test_the_pieces_are_the_tokenizer_s_own_text(tokenizer: Tokenizer, text: str
 @BOTH
 @PROPERTY
 @given(prompt=TEXTS, text=TEXTS)
-def test_pieces_are_what_a_completion_adds(tokenizer: Tokenizer, prompt: str, text: str) -> None:
+def test_pieces_are_the_text_after_the_prompt(tokenizer: Tokenizer, prompt: str, text: str) -> None:
     before, tokens = tokenizer.encode(prompt).ids, tokenizer.encode(text, add_special_tokens=False).ids
     added = tokenizer.decode([*before, *tokens])[len(tokenizer.decode(before)) :]
     assert "".join(pieces(tokenizer, tokens, before)) == added
@@ -71,8 +71,8 @@ def test_pieces_are_what_a_completion_adds(tokenizer: Tokenizer, prompt: str, te
 @BOTH
 @PROPERTY
 @given(text=TEXTS)
-def test_never_half_a_character(tokenizer: Tokenizer, text: str) -> None:
-    """Each piece ends where a character does; what is to come never changes what was said."""
+def test_pieces_never_split_a_character(tokenizer: Tokenizer, text: str) -> None:
+    """Each piece ends where a character does; later tokens never change earlier pieces."""
     tokens = tokenizer.encode(text).ids
     said = ""
     for piece in pieces(tokenizer, tokens):
@@ -83,7 +83,7 @@ def test_never_half_a_character(tokenizer: Tokenizer, text: str) -> None:
 
 def test_an_emoji_comes_with_its_last_byte() -> None:
     tokenizer = byte_fallback()
-    tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode()]
+    tokens = [byte_token(tokenizer, byte) for byte in "🙂".encode()]
     assert pieces(tokenizer, tokens) == ["", "", "", "🙂"]
     assert pieces(tokenizer, tokens[2:], tokens[:2]) == ["", "🙂"]
 
@@ -91,7 +91,7 @@ def test_an_emoji_comes_with_its_last_byte() -> None:
 @BOTH
 @PROPERTY
 @given(data=st.data())
-def test_bytes_that_are_no_utf8_do_no_harm(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_invalid_utf8_decodes_without_an_exception(tokenizer: Tokenizer, data: st.DataObject) -> None:
     """Random tokens, as from a hot temperature: no exception, a pure function, and text again when there is text."""
     ids = st.integers(0, tokenizer.get_vocab_size() - 1)
     noise = data.draw(st.lists(ids, max_size=40))
@@ -100,11 +100,11 @@ def test_bytes_that_are_no_utf8_do_no_harm(tokenizer: Tokenizer, data: st.DataOb
     "".join(first).encode()  # raises for half of a surrogate pair
 
 
-def test_broken_bytes_do_not_change_earlier_text() -> None:
-    """This decoder takes back a whole run of bytes: the text behind it must not be lost with them."""
+def test_emitted_text_stays_when_broken_bytes_follow() -> None:
+    """This decoder takes back a whole run of bytes: the text after it must not be lost with them."""
     tokenizer = byte_fallback()
-    tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode() + b"\x80"]
-    after = [tokenizer.token_to_id(piece) for piece in ("▁th", "e")]
+    tokens = [byte_token(tokenizer, byte) for byte in "🙂".encode() + b"\x80"]
+    after = [known_token(tokenizer, piece) for piece in ("▁th", "e")]
     assert pieces(tokenizer, [*tokens, *after]) == ["", "", "", "🙂", "", REPLACEMENT + " th", "e"]
 
 
@@ -112,7 +112,7 @@ def test_broken_bytes_do_not_change_earlier_text() -> None:
 @pytest.mark.parametrize(
     "noise", [[0xFF], [0xF0, 0x9F], [0x80] * 9, [0xE6, 0x41, 0xFF], [0xC3, 0x28, 0xF0, 0x9F, 0x99]]
 )
-def test_text_goes_on_behind_broken_bytes(tokenizer: Tokenizer, noise: list[int]) -> None:
+def test_text_continues_after_broken_bytes(tokenizer: Tokenizer, noise: list[int]) -> None:
     tokens = [byte_token(tokenizer, byte) for byte in noise]
     after = tokenizer.encode(" then the thing").ids
     text = "".join(pieces(tokenizer, [*tokens, *after]))
@@ -121,17 +121,23 @@ def test_text_goes_on_behind_broken_bytes(tokenizer: Tokenizer, noise: list[int]
 
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:
     if (token := tokenizer.token_to_id(f"<0x{byte:02X}>")) is not None:
-        return int(token)
+        return token
     # GPT-2's printable stand-ins for bytes, in the order of its code
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     letter = chr(byte) if byte in printable else chr(256 + others.index(byte))
-    return int(tokenizer.token_to_id(letter))
+    return known_token(tokenizer, letter)
+
+
+def known_token(tokenizer: Tokenizer, piece: str) -> int:
+    token = tokenizer.token_to_id(piece)
+    assert token is not None
+    return token
 
 
 def test_special_tokens_have_no_text() -> None:
     tokenizer = TOKENIZERS["byte level"]
-    tokens = [*tokenizer.encode("the").ids, tokenizer.token_to_id("<end>"), *tokenizer.encode(" rest").ids]
+    tokens = [*tokenizer.encode("the").ids, known_token(tokenizer, "<end>"), *tokenizer.encode(" rest").ids]
     assert "".join(pieces(tokenizer, tokens)) == "the rest"
 
 

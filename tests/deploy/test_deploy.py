@@ -55,7 +55,7 @@ def test_overlays_hold_what_is_promised(overlay: list[Document]) -> None:
 def test_services_are_named_as_in_the_protos() -> None:
     defined = set()
     for path in (REPOSITORY / "protos").rglob("*.proto"):
-        package = re.search(r"^package ([\w.]+);", path.read_text(), re.M)[1]
+        (package,) = re.findall(r"^package ([\w.]+);", path.read_text(), re.M)
         defined |= {f"{package}.{name}" for name in re.findall(r"^service (\w+)", path.read_text(), re.M)}
     assert {program.service for program in PROGRAMS.values()} == defined
 

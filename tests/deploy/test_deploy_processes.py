@@ -92,8 +92,8 @@ def test_redis_lets_nobody_do_more_than_the_coordinator(cluster: LocalCluster) -
                 client.execute_command(*words)
 
 
-async def test_a_coordinator_that_is_told_to_end_keeps_its_promises(cluster: LocalCluster) -> None:
-    """A running generation ends by itself, or goes on at the other coordinator; the client sees no seam."""
+async def test_generations_survive_a_coordinators_shutdown(cluster: LocalCluster) -> None:
+    """A running generation ends by itself, or goes on at the other coordinator; the client's text is complete."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=120, ignore_eos=True)
     async with AsyncClient(cluster.addresses("coordinator"), timeout_s=60) as client:
         whole = await client.complete(PROMPT, sampling=sampling)

@@ -16,7 +16,7 @@ from tests.support.manifests import REPOSITORY, Dockerfile
 
 TEXT = (REPOSITORY / "deploy/Dockerfile").read_text()
 MAKEFILE = (REPOSITORY / "Makefile").read_text()
-IMAGES = re.search(r"^IMAGES := (.*)$", MAKEFILE, re.M)[1].split()
+IMAGES = re.findall(r"^IMAGES := (.*)$", MAKEFILE, re.M)[0].split()
 CONSTRAINTS = (REPOSITORY / "constraints.txt").read_text()
 
 
@@ -35,7 +35,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> DryBuild:
 
 def build_requirements() -> set[str]:
     required = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["build-system"]["requires"]
-    return {re.match(r"[\w-]+", each)[0] for each in required}
+    return {re.findall(r"^[\w-]+", each)[0] for each in required}
 
 
 def pip_problems(calls: list[Call]) -> Iterator[str]:
@@ -76,7 +76,7 @@ def test_models_are_where_the_programs_look(built: DryBuild) -> None:
 
 
 @pytest.mark.parametrize("index", ["", "https://torch.example/cpu"])
-def test_an_empty_torch_index_is_the_default_of_pip(index: str, tmp_path: Path) -> None:
+def test_an_empty_torch_index_means_pips_default(index: str, tmp_path: Path) -> None:
     calls = dry_build(TEXT, tmp_path, TORCH_INDEX=index).calls
     [torch] = [call.words for call in calls if "torch" in call.words]
     assert (torch[torch.index("--index-url") + 1] if "--index-url" in torch else "") == index

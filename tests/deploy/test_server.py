@@ -41,8 +41,12 @@ class Answers(target_pb2_grpc.TargetServiceServicer):
     """A target worker without a model."""
 
     async def GetTarget(self, request: target_pb2.GetTargetRequest, context: object) -> target_pb2.GetTargetResponse:
-        """Answer."""
+        """Answer with an empty description."""
         return target_pb2.GetTargetResponse()
+
+    def Score(self, requests: object, context: object) -> AsyncIterator[target_pb2.ScoreResponse]:
+        """Refuse: no test here scores."""
+        raise NotImplementedError
 
 
 async def health(port: int, service: str) -> int:
@@ -60,7 +64,7 @@ async def code_of_a_call(port: int) -> grpc.StatusCode:
         return code
 
 
-async def test_alive_while_loading_and_ready_after() -> None:
+async def test_health_tells_loading_from_ready() -> None:
     """Calls before the service is ready are UNAVAILABLE, and health tells the two apart."""
     seen = []
 
@@ -86,7 +90,7 @@ async def nothing(server: Server) -> AsyncIterator[None]:
     yield
 
 
-async def test_a_port_in_use_is_a_sentence() -> None:
+async def test_a_port_in_use_is_named() -> None:
     async with serving(SETTINGS, SERVICE, nothing) as server:
         taken = TargetSettings(model="none", port=server.port)
         with pytest.raises(CannotServe, match=rf"127\.0\.0\.1:{server.port}.*choose another"):
@@ -118,7 +122,7 @@ async def test_a_task_that_ends_ends_the_service(work: Callable[[], Coroutine[An
 
 
 async def test_a_service_that_fails_ends() -> None:
-    """What cannot be mended from inside ends the process, so that somebody outside sees it."""
+    """A failure that the service cannot repair ends the process, so that its supervisor restarts it."""
     ended = []
 
     @asynccontextmanager

@@ -18,7 +18,7 @@ LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
 
 def lint_imports(folder: Path) -> str:
     """Check the contracts of a checkout; return what the tool prints, on one line."""
-    command = [LINT_IMPORTS, "--no-cache", "--no-logo"]
+    command: list[str | Path] = [LINT_IMPORTS, "--no-cache", "--no-logo"]
     environment = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "200"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return " ".join(done.stdout.split())

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 def reference(folder: Path, prompts: Sequence[list[int]]) -> list[tuple[int, ...]]:
     """Return what transformers generates, prompt by prompt."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # transformers does not annotate the class that it loads
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return [
         tuple(
             model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)[
@@ -58,7 +60,8 @@ async def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
 
 def noisy_copy(folder: Path, copy: Path) -> Path:
     """Save a model that often, but not always, says what the model in `folder` says."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # transformers does not annotate the class that it loads
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

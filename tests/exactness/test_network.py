@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
-import transformers
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.exactness import (
     CASES,
@@ -42,7 +42,7 @@ REJECT_BELOW = 1e-6
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Save target and draft."""
     torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers does not annotate it
     return save_pair(tmp_path_factory.mktemp("pair"))
 
 
@@ -54,17 +54,19 @@ async def started(pair: tuple[Path, Path]) -> AsyncIterator[Services]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_the_draft_worker_ships_the_rows_that_it_draws_from(started: Services, seed: int) -> None:
-    """Drawing again from the decoded rows with the round's uniforms gives the shipped tokens, bit for bit."""
+async def test_shipped_drafts_are_drawn_from_shipped_distributions(started: Services, seed: int) -> None:
+    """Drawing again from the decoded distributions with the round's uniforms gives the shipped tokens, bit for bit."""
     response = await proposed(started.draft_address, SamplingParams(seed=seed, temperature=0.5 + seed / 10), 5)
-    rows = distributions_from_proto(response.distributions)
-    again = [draw(row, uniform(seed, Key(len(PROMPT), index, Purpose.DRAFT))) for index, row in enumerate(rows)]
+    again = [
+        draw(distribution, uniform(seed, Key(len(PROMPT), index, Purpose.DRAFT)))
+        for index, distribution in enumerate(distributions_from_proto(response.distributions))
+    ]
     assert again == list(response.tokens)
     assert len(again) == 5
 
 
 async def proposed(address: str, sampling: SamplingParams, num_draft_tokens: int) -> draft_pb2.ProposeResponse:
-    """DraftRequest a draft worker for one proposal behind the prompt."""
+    """Ask a draft worker for one proposal after the prompt."""
     opening = draft_pb2.OpenDraft(session=open_session(f"distribution-{sampling.seed}", 1, sampling, len(PROMPT)))
     async with open_channel(address) as channel:
         stream = draft_pb2_grpc.DraftServiceStub(channel).Propose()
@@ -72,6 +74,7 @@ async def proposed(address: str, sampling: SamplingParams, num_draft_tokens: int
         propose = draft_pb2.Propose(start=0, tokens=PROMPT, num_draft_tokens=num_draft_tokens)
         await stream.write(draft_pb2.ProposeRequest(propose=propose))
         response = await stream.read()
+        assert isinstance(response, draft_pb2.ProposeResponse)
         await stream.done_writing()
         return response
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]  # it ships no types
 
 from specdec.serving.settings import ServiceSettings
 from tests.support.manifests import (

@@ -47,7 +47,7 @@ from tests.support.manifests import (
 START_TIMEOUT_S = 200.0  # a bound for a machine that is stuck; three imports of torch take 10 s on an idle one
 PAUSE_S = 0.2
 MAX_RESTARTS = 5
-# an absolute path: at the start of a word, or behind = or a space
+# an absolute path: at the start of a word, or after = or a space
 PATH = re.compile(r"(?<![\w.:/-])/[\w./-]+")
 
 
@@ -87,7 +87,8 @@ class Pod:
         """Return the most memory that the process ever had."""
         assert self.process
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
+        (peak_kb,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+        return int(peak_kb) * 1024
 
     def answers(self, kind: str) -> bool:
         """Tell whether a probe succeeds, as the kubelet would ask; a probe that is not there does."""
@@ -152,6 +153,7 @@ class LocalCluster:
             each.process.send_signal(signal.SIGTERM)
         endings = {}
         for each in pods:
+            assert each.process
             status = each.process.wait(max(0.0, begin + each.grace_s - time.monotonic()))
             endings[f"{each.name} {each.address}"] = status, (time.monotonic() - begin) / each.grace_s
         return endings
@@ -164,7 +166,7 @@ class LocalCluster:
                 each.process.wait()
 
     def addresses(self, service: str) -> str:
-        """Return what a client's channel would find behind a Service."""
+        """Return what a client's channel would find for a Service."""
         port = named(self._documents, "Service", service)["spec"]["ports"][0]["targetPort"]
         return self._resolved(service, str(port))
 
@@ -223,14 +225,18 @@ class LocalCluster:
         for service in of_kind(self._documents, "Service"):
             name = service["metadata"]["name"]
             host = re.escape(f"{name}.{service['metadata']['namespace']}.svc.cluster.local")
-            text = re.sub(f"dns:///{host}:(\\d+)", lambda match, name=name: self._resolved(name, match[1]), text)
-            text = re.sub(host, lambda _, name=name: self._behind(name)[0].address, text)
+            text = self._with_addresses(text, host, name)
         return text.replace("0.0.0.0", each.address).replace("bind * -::*", f"bind {each.address}")
 
-    def _resolved(self, service: str, port: str) -> str:
-        return "ipv4:" + ",".join(f"{each.address}:{port}" for each in self._behind(service))
+    def _with_addresses(self, text: str, host: str, service: str) -> str:
+        """Replace a Service's URLs and host name, which is a regular expression, by addresses of its pods."""
+        text = re.sub(f"dns:///{host}:(\\d+)", lambda match: self._resolved(service, match[1]), text)
+        return re.sub(host, lambda _: self._pods_of(service)[0].address, text)
 
-    def _behind(self, service: str) -> list[Pod]:
+    def _resolved(self, service: str, port: str) -> str:
+        return "ipv4:" + ",".join(f"{each.address}:{port}" for each in self._pods_of(service))
+
+    def _pods_of(self, service: str) -> list[Pod]:
         selector = {"matchLabels": named(self._documents, "Service", service)["spec"]["selector"]}
         return [each for each in self.pods if selects(selector, pod_labels(each.workload))]
 

@@ -58,7 +58,7 @@ class RedisServer:
             self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> redis.Redis:
-        """Return a client that looks behind the store's back; close it."""
+        """Return a client of its own, which does not go through the store; close it."""
         return redis.Redis(port=self.port)
 
     def _end(self, number: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""A GenerationService that does what a test says: one act a call, then it breaks, repeats, contradicts or hangs."""
+"""A GenerationService that does what a test says: one act a call; it can break, repeat, contradict or hang."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -76,10 +76,10 @@ class Service(generation_pb2_grpc.GenerationServiceServicer):
         self.acts: list[Act] = []
         self.asked: list[Any] = []
 
-    async def Generate(self, request: Any, context: Any) -> None:
+    async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]  # writes by itself
         await self._play(request, context, pb.GenerateResponse)
 
-    async def Resume(self, request: Any, context: Any) -> None:
+    async def Resume(self, request: Any, context: Any) -> None:  # type: ignore[override]  # writes by itself
         await self._play(request, context, lambda **fields: pb.ResumeResponse(chunk=pb.GenerateResponse(**fields)))
 
     async def GetSession(self, request: Any, context: Any) -> Any:
