@@ -173,7 +173,7 @@ def test_the_token_rule_allows_siblings_at_any_time() -> None:
     assert_round_is_exact(InterleavedTree(sparse_markov_pair(3)), 2)
 
 
-def test_the_block_rule_needs_the_number_of_children_first() -> None:
+def test_the_block_rule_needs_child_counts_first() -> None:
     """Its precondition: one child or several is settled before the first is drawn."""
     with pytest.raises(AssertionError):
         assert_round_is_exact(InterleavedTree(sparse_markov_pair(3), BlockRule()), 2)
