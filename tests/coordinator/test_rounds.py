@@ -14,10 +14,10 @@ from coordinator.rounds import Drafted, RoundParts, Scored, committed_observatio
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.values import Observations, Proposal, Verdict
 from specdec.types import FinishReason, SamplingParams, TokenOrigin
+from tests.support.toy_coordinator import until
 from tests.support.toys import NoText, ObservedScorer, ToyDrafter, ToyModel, ToyScorer, TreeDrafter, markov_logits
 
 PROMPT = (1,)
-MAX_TURNS = 100_000  # of the event loop: what has not happened by then waits for itself
 SEED = 5
 SAMPLING = SamplingParams(seed=SEED, max_new_tokens=24)
 
@@ -86,15 +86,6 @@ class Rounds:
     @property
     def tokens(self) -> list[int]:
         return [entry.token for played in self.trace.committed for entry in played.emitted]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until something is so."""
-    for _ in range(MAX_TURNS):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to that")
 
 
 async def settle() -> None:

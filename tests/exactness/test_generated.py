@@ -161,7 +161,7 @@ def test_generated_text_has_the_targets_distribution(name: str) -> None:
 MAX_DEVIATIONS = 5.0
 
 
-def truncated(distribution: Floats, support_mass: float, support_max: int) -> Floats:
+def cut_to_support(distribution: Floats, support_mass: float, support_max: int) -> Floats:
     """Return a distribution cut to the fewest tokens with `support_mass`, at most `support_max`, renormalised; [V]."""
     order = np.argsort(-distribution)[:support_max]
     size = 1 + int((np.cumsum(distribution[order]) < support_mass).sum())
@@ -180,7 +180,7 @@ def distributions_after(case: Case, last: int) -> tuple[Floats, Floats]:
     """Return p and q after a token."""
     target, draft = (markov_logits(seed).numpy()[last] for seed in (SEED_OF_TARGET, SEED_OF_DRAFT))
     q = reference_distribution(draft, case.sampling, (), ())
-    return reference_distribution(target, case.sampling, (), ()), truncated(q, case.support_mass, case.support_max)
+    return reference_distribution(target, case.sampling, (), ()), cut_to_support(q, case.support_mass, case.support_max)
 
 
 def survival(case: Case) -> list[float]:

@@ -61,7 +61,7 @@ def test_draws_are_numpys_own_stream() -> None:
     assert np.random.Generator(bits).random() == uniform(42, Key(17, 3, Purpose.TAIL))
 
 
-def test_draws_are_53_bits_in_the_half_open_interval() -> None:
+def test_draws_are_53_bits_below_one() -> None:
     """Whole multiples of 2**-53, all bits in use, never 1."""
     draws = [uniform(seed, Key(5, 0, Purpose.ACCEPT)) for seed in range(2000)]
     assert all(0 <= draw < 1 and (draw * 2**53).is_integer() for draw in draws)

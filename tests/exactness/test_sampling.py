@@ -143,7 +143,7 @@ def test_padding_has_no_probability(temperature: float) -> None:
     )
 
 
-def test_temperature_0_is_the_one_hot_row_of_the_first_maximum() -> None:
+def test_temperature_0_is_one_hot_at_the_maximum() -> None:
     greedy = SamplingParams(temperature=0, top_k=5, top_p=0.5, min_p=0.5)
     for logits in (LOGITS, TIED):
         rows = rows_of(logits, greedy)
@@ -181,7 +181,7 @@ def test_each_row_has_its_own_parameters() -> None:
     ],
     ids=str,
 )
-def test_a_row_that_is_not_finite_is_alone_in_it(sampling: SamplingParams, bad: float) -> None:
+def test_non_finite_logits_spoil_only_their_row(sampling: SamplingParams, bad: float) -> None:
     logits = LOGITS.clone()
     logits[2, 17] = bad
     logits[4] = -math.inf
@@ -231,7 +231,7 @@ def test_rows_are_distributions(logits: np.ndarray, temperature: float, top_k: i
 
 @settings(deadline=None)
 @given(distributions, st.floats(0.01, 1.0), st.integers(1, 50))
-def test_a_sparse_row_is_the_smallest_set_with_the_mass(logits: np.ndarray, mass: float, most: int) -> None:
+def test_supports_are_the_smallest_with_the_mass(logits: np.ndarray, mass: float, most: int) -> None:
     dense = torch.from_numpy(logits).softmax(-1)
     for full, row in zip(dense.double(), sparse_distributions(dense, mass, most), strict=True):
         size = len(row.token_ids)
@@ -246,7 +246,7 @@ def test_a_sparse_row_is_the_smallest_set_with_the_mass(logits: np.ndarray, mass
 
 @settings(deadline=None)
 @given(distributions, uniform_numbers)
-def test_a_drawn_token_is_drawn_again_from_the_decoded_row_bit_for_bit(logits: np.ndarray, uniform: float) -> None:
+def test_decoded_distributions_redraw_the_same_token(logits: np.ndarray, uniform: float) -> None:
     """What is shipped is what was drawn from: no rounding between the two."""
     rows = sparse_distributions(torch.from_numpy(logits).softmax(-1), 0.99, 64)
     decoded = distributions_from_proto(distributions_to_proto(rows))
