@@ -58,7 +58,7 @@ def gap_nats(completion: Completion, position: int) -> float:
 
 
 def compare(names: list[str], plain: Measured, other: Measured) -> bool:
-    """Say whether the texts are the same, or part only where the target's two best tokens are nearly tied."""
+    """Return whether the texts are the same, or part only where the target's two best tokens are nearly tied."""
     fine = True
     for name, one, two in zip(names, plain.completions, other.completions, strict=True):
         position = first_divergence(one, two)

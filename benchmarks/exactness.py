@@ -115,7 +115,7 @@ def save_model(folder: Path, disturbance: float) -> Path:
 
 @torch.no_grad()
 def logits_of(folder: Path) -> Callable[[History], np.ndarray]:
-    """Return the model's logits [V] behind every text of up to NUM_TOKENS - 1 tokens: one float64 forward over all."""
+    """Return the model's logits [V] after every text of up to NUM_TOKENS - 1 tokens: one float64 forward over all."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     texts = list(np.ndindex((VOCAB_SIZE,) * (NUM_TOKENS - 1)))
     logits = model(torch.tensor([(*PROMPT, *text) for text in texts])).logits[:, len(PROMPT) - 1 :].numpy()
@@ -365,7 +365,7 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Say whether distribution and acceptance are what they should be."""
+        """Return whether distribution and acceptance are what they should be."""
         return self.agreement.p_value > REJECT_BELOW and abs(self.deviations) < MAX_DEVIATIONS
 
     def _sum(self, name: str) -> float:

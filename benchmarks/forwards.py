@@ -1,6 +1,6 @@
 """`python -m benchmarks.forwards`: what one forward costs, with nothing around it.
 
-Behind CACHED_TOKENS tokens a session, on one thread: in a tight loop, and each after a sleep, as it is in a round while
+After CACHED_TOKENS tokens a session, on one thread: in a tight loop, and each after a sleep, as it is in a round while
 other workers have their turn; a processor that slept runs its first milliseconds slower.
 """
 
@@ -64,7 +64,7 @@ def main() -> None:
     print(hardware())
     for name in flags.models:
         model = load_language_model(name, kv_cache_bytes=1 << 28)
-        print(f"\n### {Path(name).name}, {model.dtype}, behind {CACHED_TOKENS} cached tokens\n")
+        print(f"\n### {Path(name).name}, {model.dtype}, after {CACHED_TOKENS} cached tokens\n")
         print(f"| sessions | tokens of each | tight, ms | after a sleep of {1000 * SLEEP_S:g} ms, ms |")
         print("|---|---|---|---|")
         for num_sessions, num_tokens in SHAPES:

@@ -71,16 +71,21 @@ class Remainder:
         target_prob = self.weights[self.token_ids.index(token)]
         return draft_prob > 0 and uniform * draft_prob * self.total < target_prob
 
+    def residual(self, draft: SparseDistribution, weight: float = 1) -> "Remainder":
+        """Return max(0, w p - q), where p is this distribution; its total may be 0."""
+        draft_probs = dict(zip(draft.token_ids, draft.probs, strict=True))
+        pairs = zip(self.token_ids, self.weights, strict=True)
+        weights = [max(0, weight * value - self.total * draft_probs.get(token, 0)) for token, value in pairs]
+        tail_mass = weight * self.tail_mass
+        return Remainder(self.token_ids, weights, tail_mass, sum(weights) + tail_mass, self.tail_token)
+
     def after_rejecting(self, draft: SparseDistribution) -> "Remainder":
         """Return the residual max(0, p - q), normalised (Leviathan et al. 2023, section 2.3; Miao et al. 2024).
 
         All weights are zero only if p equals q up to rounding; then p itself remains.
         """
-        draft_probs = dict(zip(draft.token_ids, draft.probs, strict=True))
-        pairs = zip(self.token_ids, self.weights, strict=True)
-        weights = [max(0, weight - self.total * draft_probs.get(token, 0)) for token, weight in pairs]
-        total = sum(weights) + self.tail_mass
-        return Remainder(self.token_ids, weights, self.tail_mass, total, self.tail_token) if total > 0 else self
+        residual = self.residual(draft)
+        return residual if residual.total > 0 else self
 
     def draw(self, uniform: float) -> int:
         """Draw a token."""
@@ -92,6 +97,18 @@ class Remainder:
         return turns([*self.weights, self.tail_mass])
 
 
+def first_accepted(
+    children: Sequence[int], remainder: Remainder, proposal: Proposal, uniforms: Uniforms
+) -> tuple[int | None, Remainder]:
+    """Return the first child that passes its test, if any, and what the rejections before it left."""
+    for child in children:
+        draft = proposal.distributions[child]
+        if remainder.accepts(proposal.tokens[child], draft, uniforms.accept[child]):
+            return child, remainder
+        remainder = remainder.after_rejecting(draft)
+    return None, remainder
+
+
 class TokenRule:
     """Walks the tree from the root, and tests a position's children in the order in which they were drawn.
 
@@ -101,24 +118,16 @@ class TokenRule:
 
     def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
         """Return the accepted path and the closing token."""
-        return self.accept_after((), proposal, scores, uniforms)
-
-    def accept_after(self, prefix: Sequence[int], proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
-        """Return the accepted path and the closing token, given that a path from the root is accepted already."""
         children, unions = proposal.children(), proposal.unions()
-        path = list(prefix)
-        position = path[-1] + 1 if path else 0
+        path: list[int] = []
+        position = 0
         while children[position]:
             remainder = Remainder.at(unions[position], scores.positions[position])
-            for child in children[position]:
-                draft = proposal.distributions[child]
-                if remainder.accepts(proposal.tokens[child], draft, uniforms.accept[child]):
-                    path.append(child)
-                    position = child + 1
-                    break
-                remainder = remainder.after_rejecting(draft)
-            else:
+            child, remainder = first_accepted(children[position], remainder, proposal, uniforms)
+            if child is None:
                 return Verdict(tuple(path), remainder.draw(uniforms.close), TokenOrigin.RECOVERED)
+            path.append(child)
+            position = child + 1
         return Verdict(tuple(path), scores.positions[position].tail_token, TokenOrigin.BONUS)
 
     def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
@@ -134,76 +143,85 @@ class TokenRule:
         return Thresholds(accept, close)
 
 
-class BlockRule:
-    """Tests a chain as a block: keeps the longest prefix that passes (Sun et al. 2024, algorithm 2).
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The first children x_1 to x_K from a position down to a leaf, tested together (Sun et al. 2024, algorithm 2).
 
-    Of a tree, the chain that it begins with is the block; from the first position with several children on, the token
-    rule decides. A drafter may end the chain or branch depending on the tokens drawn so far. But it must settle whether
-    a position has one child or several before it draws the first of them: otherwise the rule is not exact.
+    With p_i and q_i the distributions of x_i: w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i)), and r_i is the sum of
+    max(0, w_i p_(i+1) - q_(i+1)), tail included. Then h_i = r_i / (r_i + 1 - w_i) for i < K, and h_K = w_K.
+    """
+
+    tokens: Sequence[int]  # [K], indices into the proposal
+    thresholds: Sequence[float]  # [K], h_1 to h_K
+    remainders: Sequence[Remainder]  # [K]: what x_1 to x_K leave at their positions if the block ends before them
+
+    @classmethod
+    def at(cls, position: int, proposal: Proposal, scores: Scores) -> "Block":
+        """Return the block that begins at a position with children."""
+        children, unions = proposal.children(), proposal.unions()
+        tokens: list[int] = []
+        thresholds: list[float] = []
+        remainders: list[Remainder] = []
+        weight: float = 1
+        while children[position]:
+            token = children[position][0]
+            draft = proposal.distributions[token]
+            target = Remainder.at(unions[position], scores.positions[position])
+            residual = target.residual(draft, weight)
+            total = residual.total + (1 - weight)
+            thresholds.append(residual.total / total if total > 0 else 0.0)
+            tokens.append(token)
+            remainders.append(residual if residual.total > 0 else target)  # of nothing only by rounding
+            weight = min(1, weight * target.threshold(proposal.tokens[token], draft))
+            position = token + 1
+        return cls(tokens, [*thresholds[1:], weight], remainders)
+
+    def num_accepted(self, uniforms: Uniforms) -> int:
+        """Return the length of the longest prefix that passes."""
+        tests = zip(self.tokens, self.thresholds, strict=True)
+        return max((i for i, (token, h) in enumerate(tests, start=1) if uniforms.accept[token] < h), default=0)
+
+
+class BlockRule:
+    """Tests first children as a block; then the siblings of the first rejected one, as the token rule does.
+
+    On a chain this is Sun et al. 2024, algorithm 2. An accepted sibling begins another block.
     """
 
     def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
         """Return the accepted path and the closing token."""
-        weights = prefix_weights(proposal, scores)
-        thresholds = self._accept_thresholds(proposal, scores, weights)
-        num_accepted = max((i + 1 for i, h in enumerate(thresholds) if uniforms.accept[i] < h), default=0)
-        path = tuple(range(num_accepted))
-        if num_accepted == len(thresholds):
-            return TokenRule().accept_after(path, proposal, scores, uniforms)
-        remainder = block_closing(proposal, scores, num_accepted, weights[num_accepted])
-        return Verdict(path, remainder.draw(uniforms.close), TokenOrigin.RECOVERED)
+        children = proposal.children()
+        path: list[int] = []
+        position = 0
+        while children[position]:
+            block = Block.at(position, proposal, scores)
+            num_accepted = block.num_accepted(uniforms)
+            path += block.tokens[:num_accepted]
+            position = path[-1] + 1 if path else 0
+            if num_accepted < len(block.tokens):
+                siblings = children[position][1:]
+                child, remainder = first_accepted(siblings, block.remainders[num_accepted], proposal, uniforms)
+                if child is None:
+                    return Verdict(tuple(path), remainder.draw(uniforms.close), TokenOrigin.RECOVERED)
+                path.append(child)
+                position = child + 1
+        return Verdict(tuple(path), scores.positions[position].tail_token, TokenOrigin.BONUS)
 
     def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
         """Return where `accept` changes its decisions."""
-        weights = prefix_weights(proposal, scores)
-        accept = self._accept_thresholds(proposal, scores, weights)
-        close = [
-            block_closing(proposal, scores, position, weights[position]).thresholds() for position in range(len(accept))
-        ]
-        after = TokenRule().thresholds(proposal, scores)
-        return Thresholds([*accept, *after.accept[len(accept) :]], [*close, *after.close[len(accept) :]])
-
-    @staticmethod
-    def _accept_thresholds(proposal: Proposal, scores: Scores, weights: Sequence[float]) -> list[float]:
-        """Return h_1 to h_K: with r the residual mass after a prefix of weight w, h = r / (r + 1 - w); h_K is w_K."""
-        thresholds = []
-        for position in range(1, len(weights) - 1):
-            residual = block_residual(proposal, scores, position, weights[position]).total
-            total = residual + (1 - weights[position])
-            thresholds.append(residual / total if total > 0 else 0.0)
-        return [*thresholds, weights[-1]][: len(weights) - 1]
-
-
-def first_chain(proposal: Proposal) -> int:
-    """Return the length K of the chain that a proposal begins with, up to the first position without a single child."""
-    return next(position for position, children in enumerate(proposal.children()) if children != [position])
-
-
-def prefix_weights(proposal: Proposal, scores: Scores) -> list[float]:
-    """Return w_0 to w_K of the first chain: w_0 = 1, w_i = min(1, w_(i-1) p_i(x_i) / q_i(x_i))."""
-    weights: list[float] = [1]
-    for position in range(first_chain(proposal)):
-        token, draft, target = proposal.tokens[position], proposal.distributions[position], scores.positions[position]
-        index = draft.token_ids.index(token)
-        draft_prob = draft.probs[index]
-        weights.append(min(1, weights[-1] * target.support_probs[index] / draft_prob) if draft_prob > 0 else 0)
-    return weights
-
-
-def block_residual(proposal: Proposal, scores: Scores, position: int, weight: float) -> Remainder:
-    """Return max(0, w p - q) at a position of a chain, with w times the tail; `total` is its mass, which may be 0."""
-    draft, target = proposal.distributions[position], scores.positions[position]
-    pairs = zip(target.support_probs, draft.probs, strict=True)
-    weights = [max(0, weight * target_prob - draft_prob) for target_prob, draft_prob in pairs]
-    tail_mass = weight * target.tail_mass
-    total = sum(weights) + tail_mass
-    return Remainder(draft.token_ids, weights, tail_mass, total, target.tail_token)
-
-
-def block_closing(proposal: Proposal, scores: Scores, position: int, weight: float) -> Remainder:
-    """Return what closes the round at a position of a chain: the residual, or p where rounding left no residual."""
-    residual = block_residual(proposal, scores, position, weight)
-    return residual if residual.total > 0 else Remainder.at(residual.token_ids, scores.positions[position])
+        children = proposal.children()
+        accept: list[float] = [0.0] * len(proposal)
+        close: list[Sequence[float]] = [()] * (len(proposal) + 1)
+        begins = [0, *(child + 1 for siblings in children for child in siblings[1:])]
+        for block in (Block.at(begin, proposal, scores) for begin in begins if children[begin]):
+            for token, threshold, left in zip(block.tokens, block.thresholds, block.remainders, strict=True):
+                accept[token] = threshold
+                remainder, position = left, proposal.tree[token]
+                for child in children[position][1:]:
+                    accept[child] = remainder.threshold(proposal.tokens[child], proposal.distributions[child])
+                    remainder = remainder.after_rejecting(proposal.distributions[child])
+                close[position] = remainder.thresholds()
+        return Thresholds(accept, close)
 
 
 RULES: Mapping[AcceptanceRuleName, AcceptanceRule] = {

@@ -1,4 +1,4 @@
--- Take a session over: raise the epoch, so that whoever had it can commit nothing more, and return all of it.
+-- Take a session over: raise the epoch, so that its former owner can commit nothing more, and return all of it.
 -- A session that has ended keeps its epoch: there is nothing to own.
 -- KEYS: meta, tokens, origins, logprobs
 -- ARGV: '1' to take over, '0' only to read; time to live (ms); the model that is served now (empty: unknown), which

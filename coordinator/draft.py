@@ -1,4 +1,4 @@
-"""The draft workers as the coordinator sees them: what they offer, and proposals, or none where nobody answers."""
+"""The draft workers as the coordinator sees them: what they offer, and their proposals, if any worker answers."""
 
 import random
 import time
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from coordinator import metrics
 from coordinator.rounds import Drafted
 from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
@@ -39,7 +40,7 @@ class DraftLimits:
 
 
 class DraftWorkers:
-    """The draft workers behind one address."""
+    """The draft workers at one address."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         self._stub = draft_pb2_grpc.DraftServiceStub(channel)
@@ -137,10 +138,12 @@ class SessionDrafter:
 
         reply = await self._stream.ask(committed, message)
         try:
-            return codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
+            proposal = codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
         except (codec.MalformedReply, ValueError) as error:
             self._stream.abandon()
             raise UnavailableError(f"a draft worker answered against the contract: {error}") from error
+        metrics.observe_worker("draft", reply.timing)
+        return proposal
 
     def _fail(self, error: SpecdecError) -> None:
         """Do without for a while."""
@@ -160,5 +163,5 @@ class SessionDrafter:
         await self._stream.close()
 
     def abandon(self) -> None:
-        """Leave the worker its cache, for whoever resumes the session."""
+        """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()

@@ -1,4 +1,4 @@
-"""Chooses K, the number of draft tokens: the K with the most expected tokens a second.
+"""Chooses K, the number of draft tokens: the K with the highest expected number of tokens a second.
 
 With acceptance rate a, a round of K draft tokens yields (1 - a^(K+1)) / (1 - a) tokens on average (Leviathan et al.
 2023, equation 1) and costs score(K) + K draft. K is chosen before the round draws anything, and each round has fresh

@@ -95,7 +95,7 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Say whether nothing more will be generated."""
+        """Return whether nothing more will be generated."""
         return self.finish is not None
 
     @property
@@ -149,10 +149,10 @@ class Generation:
         self.text += self._stop.flush()
 
     def cut(self, num_tokens: int, reason: FinishReason) -> None:
-        """Take back what was never committed, and end behind the first `num_tokens` completion tokens."""
+        """Roll back uncommitted tokens, and end after the first `num_tokens` completion tokens."""
         del self.emitted[num_tokens:], self._text_ends[num_tokens:], self._held[num_tokens:]
         del self.committed[len(self.prompt) + num_tokens :], self._digests[num_tokens + 1 :]
-        # as a replay would have it: what was held back behind the last token is certain now
+        # as in a replay: text that was held back after the last token is certain now
         self.text = self.text[: self._text_ends[-1]] + self._held[-1] if self._text_ends else ""
         self.finish = reason
 

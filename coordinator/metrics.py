@@ -1,6 +1,7 @@
 """The coordinator's Prometheus metrics.
 
 acceptance rate     rate(specdec_spec_decode_num_accepted_tokens_total) / rate(..._num_draft_tokens_total)
+way to the target   rate(specdec_round_phase_seconds_sum{phase="score"}) - the same of "score_queue" and "score_forward"
 tokens per round    1 + rate(..._num_accepted_tokens_total) / rate(..._num_drafts_total)
 """
 
@@ -9,6 +10,9 @@ from prometheus_client import Counter, Gauge, Histogram
 from coordinator.generation import Round
 from specdec.serving.telemetry import LATENCY_BUCKETS_S
 from specdec.types import Statistics
+from specdec.v1 import types_pb2
+
+MAX_PHASE_S = 3600.0  # a worker that claims more is not believed
 
 NUM_DRAFTS = Counter("specdec_spec_decode_num_drafts", "Rounds that drafted")
 NUM_DRAFT_TOKENS = Counter("specdec_spec_decode_num_draft_tokens", "Tokens drafted")
@@ -48,3 +52,10 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
     PHASE_S.labels("score").observe(score_s)
     PHASE_S.labels("commit").observe(commit_s)
     TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted))
+
+
+def observe_worker(phase: str, timing: types_pb2.Timing) -> None:
+    """Observe a worker's own phases of a round; what a round takes beyond them is the way to the worker and back."""
+    for part, seconds in (("queue", timing.queue_s), ("forward", timing.forward_s)):
+        if 0 <= seconds <= MAX_PHASE_S:  # also not NaN
+            PHASE_S.labels(f"{phase}_{part}").observe(seconds)

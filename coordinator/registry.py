@@ -25,7 +25,7 @@ class _Entry:
 
     @property
     def has_failed(self) -> bool:
-        """Say whether it ended with an error, which only its followers need to see."""
+        """Return whether it ended with an error, which only its followers need to see."""
         return self.running.done() and self.started is None
 
     @property

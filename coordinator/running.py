@@ -71,7 +71,7 @@ class RunningGeneration:
 
     @property
     def has_failed(self) -> bool:
-        """Say whether an error ended the rounds."""
+        """Return whether an error ended the rounds."""
         return self._error is not None or self._interruption is not None
 
     @property
@@ -86,9 +86,10 @@ class RunningGeneration:
 
     def interrupt(self, reason: Exception) -> None:
         """End the round in flight and all others; SessionCancelled ends the session, anything else fails followers."""
-        if self._task and not self._has_ended and self._interruption is None:
+        if self._interruption is None:
             self._interruption = reason
-            self._task.cancel()
+            if self._task and not self._has_ended:
+                self._task.cancel()
 
     async def stop(self) -> "asyncio.Task[None] | None":
         """End the rounds; a commit in flight is awaited. Return the task that still tells the workers, if one does."""
@@ -98,7 +99,7 @@ class RunningGeneration:
         return self._task if self._task and not self._task.done() else None
 
     def holds(self, offset: int, digest: bytes) -> bool:
-        """Say whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
+        """Return whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
         return offset <= self._num_published and (not digest or digest == self.generation.digest_at(offset))
 
     async def follow(self, offset: int) -> AsyncIterator[tuple[Chunk, Ending | None]]:

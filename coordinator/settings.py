@@ -14,8 +14,12 @@ class CoordinatorSettings(ServiceSettings):
     tokenizer: str = Field(..., description="hub id or folder of the target model; only its tokenizer is read")
     store: str = Field("embedded", description="embedded, or redis://, rediss:// or unix:// for sessions in Redis")
     session_ttl_s: float = Field(3600.0, ge=1, description="seconds that a session is kept after its last commit")
-    max_sessions: int = Field(1024, ge=1, description="most sessions generated at once; more: RESOURCE_EXHAUSTED")
-    max_new_tokens: int = Field(4096, ge=1, description="most tokens a request may generate; also the default")
+    max_sessions: int = Field(
+        1024, ge=1, description="maximum number of sessions generated at once; more: RESOURCE_EXHAUSTED"
+    )
+    max_new_tokens: int = Field(
+        4096, ge=1, description="maximum number of tokens a request may generate; also the default"
+    )
     max_draft_tokens: int = Field(
         8, ge=0, le=MAX_DRAFT_TOKENS, description="maximum draft tokens a round, automatic or asked for"
     )

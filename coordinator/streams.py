@@ -122,7 +122,7 @@ class WorkerStream(Generic[ReplyT]):
         self._route += 1
 
     def abandon(self) -> None:
-        """Forget the stream; the worker keeps its cache for whoever comes back."""
+        """Forget the stream; the worker keeps its cache for the next stream."""
         if self._stream is not None:
             self._stream.cancel()
         self._stream, self._held = None, 0

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import grpc
 
+from coordinator import metrics
 from coordinator.rounds import Scored
 from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
 from specdec import messages
@@ -24,7 +25,7 @@ REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where one answ
 
 
 class TargetWorkers:
-    """The target workers behind one address."""
+    """The target workers at one address."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout_s: float, patience_s: float) -> None:
         self._stub = target_pb2_grpc.TargetServiceStub(channel)
@@ -129,6 +130,7 @@ class SessionScorer:
         except (codec.MalformedReply, ValueError) as error:
             self._stream.abandon()
             raise UnavailableError(f"a target worker answered against the contract: {error}") from error
+        metrics.observe_worker("score", reply.timing)
         num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
         return Scored(scores, time.perf_counter() - begin, self._stream.num_fed, num_sessions)
 
@@ -137,7 +139,7 @@ class SessionScorer:
         await self._stream.close()
 
     def abandon(self) -> None:
-        """Leave the worker its cache, for whoever resumes the session."""
+        """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()
 
 

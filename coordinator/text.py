@@ -37,7 +37,7 @@ class StreamDetokenizer:
         try:
             text = self._stream.step(self._tokenizer, token)
         except Exception:
-            # bytes that are no UTF-8 can spoil the text of those before them: begin afresh behind what was said
+            # bytes that are no UTF-8 can spoil the text of those before them: start again after the last certain text
             self._stream, text = self._begun(self._pending)
         if text:
             self._pending.clear()

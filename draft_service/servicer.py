@@ -8,7 +8,14 @@ from specdec import messages
 from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
 from specdec.exact.values import Observations
-from specdec.serving.session_stream import EpochFence, Session, SessionStream, session_from_proto
+from specdec.serving.session_stream import (
+    EpochFence,
+    Session,
+    SessionRounds,
+    SessionStream,
+    serve_session,
+    session_from_proto,
+)
 from specdec.serving.telemetry import get_logger
 from specdec.types import MAX_DRAFT_TOKENS
 from specdec.v1 import draft_pb2, draft_pb2_grpc
@@ -22,7 +29,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._fence = EpochFence()
 
     async def GetDraft(self, request: draft_pb2.GetDraftRequest, context: Any) -> draft_pb2.GetDraftResponse:
-        """Say what this worker drafts with."""
+        """Return the drafters on offer."""
         drafters = [
             draft_pb2.Drafter(
                 name=drafter.name,
@@ -35,44 +42,48 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, requests: AsyncIterator[draft_pb2.ProposeRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
-        stream = SessionStream(requests, "propose")
-        opening = await stream.opening()
-        if opening is None:
-            return
+        await serve_session(SessionStream(requests, "propose"), context.write, self._fence, self._begin)
+
+    def _begin(self, opening: draft_pb2.OpenDraft) -> "DraftRounds":
         drafter = self._drafter(opening.drafter)
-        session = session_from_proto(opening.session, drafter.model.vocab_size or None)
-        self._fence.check(session)
-        num_rounds = 0
-        try:
-            async for message in stream.rounds():
-                self._fence.check(session)
-                request = _checked(drafter, message)
-                # only a stream's first round may find tokens that it has not sent: those of the stream before it
-                result = await drafter.propose(session, request, match=num_rounds == 0)
-                await context.write(_packed(result))
-                self._fence.check(session)  # a write to a coordinator that hangs may outlast its ownership
-                drafter.draft_ahead(session, request, result.proposal)
-                _report(drafter, session, request, result)
-                num_rounds += 1
-            if stream.closed:
-                self._fence.check(session)
-                drafter.forget(session)
-        finally:
-            drafter.abandon(session)
-            get_logger().info(
-                "session_left",
-                session_id=session.session_id,
-                epoch=session.epoch,
-                drafter=drafter.name,
-                rounds=num_rounds,
-                closed=stream.closed,
-            )
+        return DraftRounds(session_from_proto(opening.session, drafter.model.vocab_size or None), drafter)
 
     def _drafter(self, name: str) -> Drafter:
         chosen = name or next(iter(self._drafters))
         if chosen not in self._drafters:
             raise InvalidArgumentError({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
         return self._drafters[chosen]
+
+
+class DraftRounds(SessionRounds):
+    """One session at the draft worker."""
+
+    def __init__(self, session: Session, drafter: Drafter) -> None:
+        super().__init__(session, drafter=drafter.name)
+        self._drafter = drafter
+        self._last: tuple[DraftRequest, DraftResult] | None = None
+
+    async def answer(self, message: draft_pb2.Propose, is_first: bool) -> draft_pb2.ProposeResponse:
+        """Draft for one round."""
+        request = _checked(self._drafter, message)
+        result = await self._drafter.propose(self.session, request, match=is_first)
+        self._last = request, result
+        return _packed(result)
+
+    def answered(self) -> None:
+        """Draft ahead."""
+        assert self._last
+        request, result = self._last
+        self._drafter.draft_ahead(self.session, request, result.proposal)
+        _report(self._drafter, self.session, request, result)
+
+    def forget(self) -> None:
+        """Free what the drafter holds of the session."""
+        self._drafter.forget(self.session)
+
+    def leave(self) -> None:
+        """Stop drafting ahead."""
+        self._drafter.abandon(self.session)
 
 
 def _packed(result: DraftResult) -> draft_pb2.ProposeResponse:
@@ -86,7 +97,7 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
     """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
     model = drafter.model
     if message.num_draft_tokens > MAX_DRAFT_TOKENS:
-        problem = f"is {message.num_draft_tokens}; the most is {MAX_DRAFT_TOKENS}"
+        problem = f"is {message.num_draft_tokens}; the maximum is {MAX_DRAFT_TOKENS}"
         raise InvalidArgumentError({"propose.num_draft_tokens": problem})
     length = message.start + len(message.tokens)
     if not length:

@@ -1,7 +1,7 @@
 """Settings of the draft worker: its own, and those of every registered drafter."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import Field, create_model
 
@@ -23,8 +23,7 @@ def settings_for(kinds: Mapping[str, DrafterKind]) -> type[DraftWorkerSettings]:
     names = ", ".join(kinds)
     description = f"drafters on offer, comma separated, default first: {names}"
     drafters: Any = (str, Field("model", description=description))
-    kind: type[DraftWorkerSettings] = create_model("DraftSettings", __base__=bases, drafters=drafters)
-    return kind
+    return cast("type[DraftWorkerSettings]", create_model("DraftSettings", __base__=bases, drafters=drafters))
 
 
 def chosen_kinds(settings: DraftWorkerSettings, kinds: Mapping[str, DrafterKind]) -> list[DrafterKind]:

@@ -50,7 +50,7 @@ class SpecdecError(Exception):
 
     @property
     def is_retryable(self) -> bool:
-        """Say whether the same call can succeed later."""
+        """Return whether the same call can succeed later."""
         return False
 
     def details(self) -> Sequence[Message]:
@@ -163,7 +163,7 @@ class OverloadedError(_LaterError):
 
     @property
     def is_retryable(self) -> bool:
-        """Say whether the server named a pause: grpc's own RESOURCE_EXHAUSTED (a message too large) does not pass."""
+        """Whether the server named a pause: grpc's own RESOURCE_EXHAUSTED (a message too large) does not pass."""
         return self.retry_after_s is not None
 
 
@@ -237,7 +237,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> SpecdecError:
 
 
 def is_from_server(error: grpc.aio.AioRpcError) -> bool:
-    """Say whether a specdec server sent this status, as against grpc itself or a proxy."""
+    """Return whether a specdec server sent this status, as against grpc itself or a proxy."""
     return _details(error).is_ours
 
 
@@ -259,7 +259,7 @@ class _Details:
 
     @property
     def is_ours(self) -> bool:
-        """Say whether a specdec server sent the status."""
+        """Return whether a specdec server sent the status."""
         return str(self.info.domain) == DOMAIN
 
     @property

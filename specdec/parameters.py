@@ -232,7 +232,7 @@ def parameter(default: Any, kind: Kind, help: str, *, group: str, flag: str | No
 
 
 def has_no_encoding(text: str) -> bool:
-    """Say whether a text cannot be sent: UTF-8 has no half of a surrogate pair."""
+    """Return whether a text cannot be sent: UTF-8 has no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

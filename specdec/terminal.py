@@ -14,7 +14,7 @@ COLOURS = {TokenOrigin.ACCEPTED: "green", TokenOrigin.RECOVERED: "yellow", Token
 
 
 def is_coloured(stream: TextIO, environment: Mapping[str, str]) -> bool:
-    """Say whether colours are welcome (no-color.org)."""
+    """Return whether colours are welcome (no-color.org)."""
     return stream.isatty() and not environment.get("NO_COLOR")
 
 

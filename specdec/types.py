@@ -72,7 +72,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Say whether a distribution depends on which tokens came before it."""
+        """Return whether a distribution depends on which tokens came before it."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

@@ -9,7 +9,14 @@ from specdec.errors import InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
 from specdec.serving.model_worker import run_task
-from specdec.serving.session_stream import EpochFence, Session, SessionStream, session_from_proto
+from specdec.serving.session_stream import (
+    EpochFence,
+    Session,
+    SessionRounds,
+    SessionStream,
+    serve_session,
+    session_from_proto,
+)
 from specdec.serving.telemetry import get_logger
 from specdec.types import MAX_DRAFT_TOKENS, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
@@ -27,37 +34,21 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._fence = EpochFence()
 
     async def GetTarget(self, request: target_pb2.GetTargetRequest, context: Any) -> target_pb2.GetTargetResponse:
-        """Say what this worker scores with."""
+        """Return the model that this worker scores with."""
         return target_pb2.GetTargetResponse(model=messages.model_to_proto(self._model))
 
     async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
-        stream = SessionStream(requests, "score")
-        opening = await stream.opening()
-        if opening is None:
-            return
+        await serve_session(SessionStream(requests, "score"), context.write, self._fence, self._begin)
+
+    def _begin(self, opening: target_pb2.OpenTarget) -> "ScoreRounds":
         self._check_model(opening.model_fingerprint)
         session = session_from_proto(opening.session, self._model.vocab_size)
-        request = self._observation_request(opening)
-        self._fence.check(session)
-        num_rounds = 0
-        try:
-            async for message in stream.rounds():
-                self._fence.check(session)
-                # only a stream's first round may find tokens that it has not sent: those of the stream before it
-                await context.write(await self._score(session, message, request, match=num_rounds == 0))
-                num_rounds += 1
-            if stream.closed:
-                self._fence.check(session)
-                self._engine.forget(session.session_id)
-        finally:
-            get_logger().info(
-                "session_left",
-                session_id=session.session_id,
-                epoch=session.epoch,
-                rounds=num_rounds,
-                closed=stream.closed,
-            )
+        return ScoreRounds(session, self, self._observation_request(opening))
+
+    def forget(self, session: Session) -> None:
+        """Free a session's cache."""
+        self._engine.forget(session.session_id)
 
     def _check_model(self, fingerprint: str) -> None:
         """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
@@ -65,9 +56,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             problem = f"serves the model {self._model.fingerprint}, the session's text belongs to {fingerprint[:64]}"
             raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
-    async def _score(
+    async def score(
         self, session: Session, message: target_pb2.Score, request: ObservationRequest, match: bool
     ) -> target_pb2.ScoreResponse:
+        """Score one round; `match` keeps cached tokens after `start` that are the same."""
         given = self._checked(message)
         task = self._scorer.task(session, given, request, match)
         try:
@@ -129,3 +121,20 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def _load(self) -> types_pb2.Load:
         load = self._engine.load
         return types_pb2.Load(num_waiting=load.num_waiting, num_running=load.num_running, kv_cache_usage=load.kv_usage)
+
+
+class ScoreRounds(SessionRounds):
+    """One session at the target worker."""
+
+    def __init__(self, session: Session, servicer: TargetServicer, request: ObservationRequest) -> None:
+        super().__init__(session)
+        self._servicer = servicer
+        self._request = request
+
+    async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
+        """Score one round."""
+        return await self._servicer.score(self.session, message, self._request, match=is_first)
+
+    def forget(self) -> None:
+        """Free the session's cache."""
+        self._servicer.forget(self.session)

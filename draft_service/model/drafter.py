@@ -33,7 +33,7 @@ class Ahead:
     proposal: Proposal
 
     def answers(self, session: Session, request: DraftRequest) -> bool:
-        """Say whether this is the round that is asked for; how many tokens it may have does not change them."""
+        """Return whether this is the round that is asked for; its number of draft tokens does not matter."""
         return (
             session == self.session and replace(request, num_draft_tokens=self.request.num_draft_tokens) == self.request
         )
@@ -97,7 +97,7 @@ class ModelDrafter:
             self._ahead[session.session_id] = session, asyncio.create_task(self._drafted_ahead(session, following))
 
     async def _drafted_ahead(self, session: Session, request: DraftRequest) -> Ahead | None:
-        """Guess the closing token and draft behind it until somebody asks; None if nothing came of it."""
+        """Guess the closing token and draft after it until a session asks; None if nothing was drafted."""
         if self._is_asked():
             return None
         with suppress(EngineError, NonFiniteLogitsError):
@@ -112,7 +112,7 @@ class ModelDrafter:
         return None
 
     def _is_asked(self) -> bool:
-        """Say whether any session waits for its draft; called on the engine thread too."""
+        """Return whether any session waits for its draft; called on the engine thread too."""
         return self._num_asking > 0
 
     def abandon(self, session: Session) -> None:

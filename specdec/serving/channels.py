@@ -10,7 +10,7 @@ SESSION_METADATA_KEY = "x-session-id"  # what ring_hash hashes
 
 
 def open_worker_channel(address: str, service: str) -> grpc.aio.Channel:
-    """Return a channel over all workers behind `address`: healthy ones only, a session always to the same one."""
+    """Return a channel over all workers at `address`: healthy ones only, a session always to the same one."""
     policy = {"ring_hash_experimental": {"requestHashHeader": SESSION_METADATA_KEY}}
     config = {"loadBalancingConfig": [policy], "healthCheckConfig": {"serviceName": service}}
     options = (*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(config)))

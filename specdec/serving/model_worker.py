@@ -23,7 +23,7 @@ from specdec.serving.tokenizer import fingerprint, is_here, load_tokenizer, num_
 from specdec.types import ModelInfo
 
 STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
-EXIT_AFTER_STALL_FACTOR = 5.0  # times as long: the process ends, for whoever watches over it to start another
+EXIT_AFTER_STALL_FACTOR = 5.0  # times as long: the process ends, and its supervisor starts another
 WATCH_S = 1.0
 
 

@@ -1,21 +1,25 @@
 """Who owns a session at a worker: epochs, and the stream that is a session's claim on the worker's cache.
 
-A stream is: open, rounds, close. A bare end means abandoned: the cache stays for whoever takes the session over. In
-grpc.aio a client's cancel or deadline looks like a bare end too, which is why `close` is a message.
+A stream is: open, rounds, close. A bare end means abandoned: the cache stays for the coordinator that takes the session
+over. In grpc.aio a client's cancel or deadline looks like a bare end too, which is why `close` is a message.
 """
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from google.protobuf.message import Message
+
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError
+from specdec.serving.telemetry import get_logger
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 
 MAX_SESSION_ID_CHARACTERS = 128
-MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; one that falls out has not been heard of for as many sessions
+MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; the least recent is forgotten first
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,13 @@ class EpochFence:
 
 
 class SessionStream:
-    """One stream's messages, in the only order that makes sense."""
+    """One stream's messages: open, rounds, close, in this order."""
 
     def __init__(self, requests: AsyncIterator[Any], round_field: str) -> None:
         self._requests = requests
         self._round_field = round_field
         self.closed = False  # by a message, not by a bare end
+        self.num_rounds = 0  # answered
 
     async def opening(self) -> Any:
         """Return the first message's `open`; None where the stream ends at once. Raises InvalidArgumentError."""
@@ -89,6 +94,78 @@ class SessionStream:
             order = f"open, then {self._round_field} once a round, then close"
             raise InvalidArgumentError({"message": f"is {given or 'empty'} where {field} is due; a stream is: {order}"})
         return getattr(request, field)
+
+
+class SessionRounds(ABC):
+    """What a worker does for one session while its stream is open."""
+
+    def __init__(self, session: Session, **facts: str) -> None:
+        self.session = session
+        self.facts = facts  # that belong into the log beside the session
+
+    @abstractmethod
+    async def answer(self, message: Any, is_first: bool) -> Message:
+        """Return the answer to a round.
+
+        Only a stream's first round may find tokens in the cache that the stream did not send: those of the one before.
+        """
+
+    def answered(self) -> None:  # noqa: B027  # optional
+        """Use the time until the next round. Returns at once."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Free what is held of the session: it is over."""
+
+    def leave(self) -> None:  # noqa: B027  # optional
+        """Stop what `answered` began: the stream has ended, however that came."""
+
+
+async def serve_session(
+    stream: SessionStream,
+    write: Callable[[Message], Awaitable[None]],
+    fence: EpochFence,
+    begin: Callable[[Any], SessionRounds],
+) -> None:
+    """Answer one session's rounds until its stream ends; `begin` checks the first message.
+
+    Raises FencedError as soon as a higher epoch has come, InvalidArgumentError for messages out of order.
+    """
+    opening = await stream.opening()
+    if opening is None:
+        return
+    rounds = begin(opening)
+    fence.check(rounds.session)
+    try:
+        await _answer_rounds(stream, write, fence, rounds)
+    finally:
+        rounds.leave()
+        _log_end(stream, rounds)
+
+
+async def _answer_rounds(
+    stream: SessionStream, write: Callable[[Message], Awaitable[None]], fence: EpochFence, rounds: SessionRounds
+) -> None:
+    async for message in stream.rounds():
+        fence.check(rounds.session)
+        await write(await rounds.answer(message, is_first=stream.num_rounds == 0))
+        stream.num_rounds += 1
+        fence.check(rounds.session)  # a write to a coordinator that hangs may outlast its ownership
+        rounds.answered()
+    if stream.closed:
+        fence.check(rounds.session)
+        rounds.forget()
+
+
+def _log_end(stream: SessionStream, rounds: SessionRounds) -> None:
+    get_logger().info(
+        "session_left",
+        session_id=rounds.session.session_id,
+        epoch=rounds.session.epoch,
+        rounds=stream.num_rounds,
+        closed=stream.closed,
+        **rounds.facts,
+    )
 
 
 def open_session(

@@ -49,8 +49,10 @@ class ModelSettings(ServiceSettings):
     device: Device = Field("auto", description="auto: cuda where there is one")
     kv_cache_bytes: int = Field(1 << 30, ge=1 << 16, description="memory for the KV cache, in bytes")
     num_threads: int = Field(1, ge=1, le=1024, description="threads of a forward on the CPU")
-    max_batch_tokens: int = Field(2048, ge=1, description="most tokens in a forward")
-    prefill_chunk_tokens: int = Field(512, ge=1, description="most tokens of one session's prompt in a forward")
+    max_batch_tokens: int = Field(2048, ge=1, description="maximum number of tokens in a forward")
+    prefill_chunk_tokens: int = Field(
+        512, ge=1, description="maximum number of tokens of one session's prompt in a forward"
+    )
 
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)

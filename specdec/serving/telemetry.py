@@ -49,6 +49,8 @@ def configure_logs(service: str, level: str, log_format: Literal["json", "text"]
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
     logging.getLogger(OURS).setLevel(number)
     logging.captureWarnings(True)
+    # our handlers come after the server's start, when the service can work; grpc finds them by name then
+    logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "register method handlers" not in record.msg)
     sys.excepthook = log_uncaught
     threading.excepthook = lambda given: log_uncaught(given.exc_type, given.exc_value, given.exc_traceback)
 

@@ -35,7 +35,7 @@ def tokenizer_folder(name_or_path: str) -> Path:
 
 
 def is_here(name_or_path: str) -> bool:
-    """Say whether a model is a folder, or a hub model of which something is in the local cache."""
+    """Return whether a model is a folder, or a hub model of which something is in the local cache."""
     if Path(name_or_path).expanduser().is_dir() or name_or_path.count("/") > 1:
         return True
     try:

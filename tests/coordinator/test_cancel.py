@@ -100,8 +100,9 @@ async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch:
         AsyncClient(served) as client,
     ):
         sampling = SamplingParams(max_new_tokens=20, ignore_eos=True)
-        plain = SpeculationParams(num_draft_tokens=0)
-        stream = client.generate(prompt_token_ids=[7] * 10, sampling=sampling, speculation=plain)
+        stream = client.generate(
+            prompt_token_ids=[7] * 10, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0)
+        )
         chunks = [await anext(stream)]
         await until(lambda: forwards.num_begun == 6)
         assert kv_usage() > 0

@@ -79,7 +79,7 @@ async def test_no_prompt_may_pass_the_limit_in_bytes(tokenizer: Tokenizer) -> No
         await Prompts(tokenizer, None).encode(text("é" * MAX_PROMPT_BYTES), model_of(tokenizer, 1 << 30))
 
 
-def test_token_bytes_are_bounded_only_where_every_byte_has_a_token(tokenizer: Tokenizer) -> None:
+def test_token_bytes_are_bounded_for_byte_level_tokenizers(tokenizer: Tokenizer) -> None:
     assert max_token_bytes(tokenizer) < 100
     assert max_token_bytes(byte_level(special="x" * 200)) == 200
     assert max_token_bytes(Tokenizer(WordLevel({"t0": 0}, unk_token="t0"))) == MAX_PROMPT_BYTES
@@ -120,7 +120,7 @@ async def test_long_prompts_beyond_the_budget_are_refused(tokenizer: Tokenizer) 
         await asyncio.sleep(0)
 
 
-async def test_the_loop_goes_on_while_a_prompt_is_encoded(tokenizer: Tokenizer) -> None:
+async def test_encoding_a_prompt_leaves_the_loop_free(tokenizer: Tokenizer) -> None:
     """`Tokenizer.encode` would hold the interpreter's lock for all of it."""
     content = text("some words " * 100_000)
     prompts = Prompts(tokenizer, None)
@@ -153,7 +153,7 @@ async def test_a_chat_is_rendered_and_encoded(tokenizer: Tokenizer) -> None:
     assert list(encoded.tokens) == tokenizer.encode("user: main\n").ids
 
 
-async def test_too_many_token_ids_are_refused_before_they_are_read(tokenizer: Tokenizer) -> None:
+async def test_too_many_token_ids_are_refused(tokenizer: Tokenizer) -> None:
     ids = pb.TokenSequence(ids=[2**31] * 100_000)
     with pytest.raises(InvalidArgumentError, match="has 100000 tokens"):
         await Prompts(tokenizer, None).encode(pb.GenerateRequest(tokens=ids), model_of(tokenizer))

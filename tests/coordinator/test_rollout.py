@@ -181,5 +181,5 @@ def test_silence_changes_nothing() -> None:
     assert newest("ab", "", "", "") == newest("ab")
 
 
-def test_of_models_that_appear_together_the_most_frequent_counts() -> None:
+def test_the_most_frequent_of_new_models_counts() -> None:
     assert newest("abb") == newest("bba") == "b"

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 
@@ -145,16 +146,23 @@ async def test_a_failed_last_commit_is_raised() -> None:
         await rounds.run()
 
 
+def wait_from_second(event: asyncio.Event, number: int) -> Awaitable[object] | None:
+    return event.wait() if number else None
+
+
+def has_scored_twice(rounds: Rounds) -> bool:
+    return ("score", 1) in rounds.trace.events
+
+
 async def test_cancellation_awaits_the_commit() -> None:
     """Wherever it strikes: while the next round is played, and while the loop waits for the commit."""
     for is_scoring in (True, False):
         rounds = Rounds()
         rounds.gates[0] = asyncio.Event()
         if is_scoring:
-            never = asyncio.Event()
-            rounds.traced.before = lambda number, never=never: never.wait() if number else None
+            rounds.traced.before = partial(wait_from_second, asyncio.Event())
         task = asyncio.create_task(rounds.run())
-        await until(lambda rounds=rounds: ("score", 1) in rounds.trace.events)
+        await until(partial(has_scored_twice, rounds))
         await settle()
         task.cancel()
         await settle()

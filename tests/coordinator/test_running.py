@@ -20,6 +20,7 @@ from tests.support.toy_coordinator import (
     generation_tasks,
     read_into,
     take,
+    take_last,
     tokens_of,
     until,
 )
@@ -62,7 +63,7 @@ async def test_a_follower_gets_what_is_committed(coordinator: ToyCoordinator) ->
     assert tokens == [entry.token for entry in session.emitted]
     assert [ending is None for _, ending in chunks] == [True] * (len(chunks) - 1) + [False]
     assert (chunks[-1][0].digest, session.finish) == (session.digest, FinishReason.LENGTH)
-    assert [each.num_closed for each in (*coordinator.toys.scorers, *coordinator.toys.drafters)] == [1, 1]
+    assert [num_closed for num_closed, _ in coordinator.toys.ends] == [1, 1]
 
 
 async def test_followers_share_one_generation(coordinator: ToyCoordinator, undisturbed: list[int]) -> None:
@@ -131,9 +132,8 @@ async def test_the_last_follower_to_leave_pauses_it(coordinator: ToyCoordinator)
     await take(chunks, 8)
     await chunks.aclose()
     assert generation_tasks() == []
-    handles = [*coordinator.toys.scorers, *coordinator.toys.drafters]
     # abandoned, not closed: the workers keep their caches for the coordinator that resumes it
-    assert [(each.num_closed, each.num_abandoned) for each in handles] == [(0, 1), (0, 1)]
+    assert coordinator.toys.ends == [(0, 1), (0, 1)]
     assert len(coordinator.running) == 0
     assert (await coordinator.store.read("s")).status is Status.ACTIVE
 
@@ -155,17 +155,13 @@ async def test_a_resumed_session_continues_as_if_undisturbed(
 ) -> None:
     coordinator.toys.before = Gate(length)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
-        chunk, tokens = None, []
-        while len(tokens) < length:
-            chunk, _ = await anext(chunks)
-            tokens += tokens_of(chunk)
+        tokens, chunk = await take_last(chunks, length)
     coordinator.toys.before = Gate()
-    assert chunk
     assert tokens + await coordinator.tokens("s", len(tokens), chunk.digest) == undisturbed
     assert (await coordinator.store.read("s")).epoch == 2
 
 
-async def test_a_client_ahead_of_the_store_is_data_loss(coordinator: ToyCoordinator) -> None:
+async def test_clients_ahead_of_the_store_get_data_loss(coordinator: ToyCoordinator) -> None:
     await coordinator.tokens("s")
     with pytest.raises(DataLossError, match="past the 24"):
         await coordinator.tokens("s", LENGTH + 1)
@@ -225,7 +221,7 @@ async def test_cancelling_at_the_owner_ends_the_round(coordinator: ToyCoordinato
         seen = await take(chunks, 8)
         assert await coordinator.cancel("s") is Status.CANCELLED
         await ended_cancelled(coordinator, seen, chunks)
-    assert [each.num_closed for each in (*coordinator.toys.scorers, *coordinator.toys.drafters)] == [1, 1]
+    assert [num_closed for num_closed, _ in coordinator.toys.ends] == [1, 1]
 
 
 async def test_cancelling_elsewhere_ends_the_round(coordinator: ToyCoordinator) -> None:

@@ -18,12 +18,13 @@ from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import MAX_CALLS, RedisClient, open_redis, read_script
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
-from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
+from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
 from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
 
 TTL_S = 1000.0
 SESSION = "a-session"
 PROMPT = (7, 8, 2**32 - 1)
+OLD, NEW = ModelInfo("old", fingerprint="a", eos_token_ids=(1, 2)), ModelInfo("new", fingerprint="b")
 LOGPROBS = TokenLogprobs(-0.5, ((3, -0.25), (4, -2.0)))
 
 
@@ -114,7 +115,7 @@ async def test_a_key_with_other_parameters_is_refused(store: OpenStore) -> None:
         await create(store, fingerprint=b"other")
 
 
-async def test_each_claim_raises_the_epoch_and_reading_does_not(store: OpenStore) -> None:
+async def test_only_claims_raise_the_epoch(store: OpenStore) -> None:
     await create(store)
     assert [(await store.claim(SESSION)).epoch for _ in range(3)] == [1, 2, 3]
     assert (await store.read(SESSION)).epoch == 3
@@ -290,6 +291,45 @@ async def check_tokens_that_vanished_are_data_loss(store: OpenStore) -> None:
         await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
 
 
+async def check_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await store.redis.pexpire(keys(SESSION)[0], 60_000)
+    await store.heartbeat(SESSION, epoch)
+    assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
+    await store.claim(SESSION)
+    with pytest.raises(FencedError):
+        await store.heartbeat(SESSION, epoch)
+    await store.cancel(SESSION)
+    with pytest.raises(SessionCancelled):
+        await store.heartbeat(SESSION, epoch + 1)
+    await store.redis.delete(keys(SESSION)[0])
+    with pytest.raises(DataLossError):
+        await store.heartbeat(SESSION, epoch + 1)
+
+
+async def check_a_heartbeat_keeps_all_keys(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1,), logprobs=LOGPROBS))
+    for key in keys(SESSION):
+        await store.redis.pexpire(key, 60_000)
+    await store.heartbeat(SESSION, epoch)
+    assert all([await store.redis.pttl(key) > 60_000 for key in keys(SESSION)])
+
+
+async def check_the_text_keeps_its_model(store: OpenStore) -> None:
+    """A session without text takes the model that is served; creating it again does not change it."""
+    await store.create(SESSION, b"one", b"request", EncodedPrompt(PROMPT, chain(b"", PROMPT)), OLD)
+    assert (await store.read(SESSION)).model == OLD
+    epoch = (await store.claim(SESSION, NEW)).epoch
+    assert (await store.read(SESSION)).model == NEW
+    await store.claim(SESSION)
+    await store.create(SESSION, b"one", b"request", EncodedPrompt(PROMPT, chain(b"", PROMPT)), OLD)
+    await commit(store, epoch + 1, round_after(PROMPT, (1,)))
+    assert (await store.claim(SESSION, OLD)).model == NEW
+
+
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
 
 
@@ -326,6 +366,12 @@ MUTANTS = {
     "a new session's tokens never expire": ("create", "redis.call('PEXPIRE', KEYS[2], ARGV[2])\n", ""),
     "remains are kept": ("create", "redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])\n", ""),
     "claims raise nothing": ("claim", "ARGV[1] == '1'", "false"),
+    "claims change the model of a text": ("claim", "lengths[1] == lengths[2]", "true"),
+    "claims never change the model": ("claim", "lengths[1] == lengths[2]", "false"),
+    "claims forget the model": ("claim", "#ARGV[3] > 0", "true"),
+    "heartbeats of former owners": ("heartbeat", EPOCH, "if false then"),
+    "heartbeats of cancelled sessions": ("heartbeat", "if meta[2] == 'cancelled' then", "if false then"),
+    "heartbeats keep meta alone": ("heartbeat", EXPIRE, "for _, key in ipairs({KEYS[1]}) do"),
 }
 
 
@@ -353,27 +399,10 @@ async def test_each_mutant_of_the_scripts_is_rejected(name: str) -> None:
     assert any([await fails(check, *MUTANTS[name]) for check in CHECKS])
 
 
-async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
-    await create(store)
-    epoch = (await store.claim(SESSION)).epoch
-    await store.redis.pexpire(keys(SESSION)[0], 60_000)
-    await store.heartbeat(SESSION, epoch)
-    assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
-    await store.claim(SESSION)
-    with pytest.raises(FencedError):
-        await store.heartbeat(SESSION, epoch)
-    await store.cancel(SESSION)
-    with pytest.raises(SessionCancelled):
-        await store.heartbeat(SESSION, epoch + 1)
-    await store.redis.delete(keys(SESSION)[0])
-    with pytest.raises(DataLossError):
-        await store.heartbeat(SESSION, epoch + 1)
-
-
 # ---- faults, on a real Redis
 
 
-async def test_a_commit_whose_reply_is_lost_is_made_once(proxy: Proxy) -> None:
+async def test_a_commit_with_lost_reply_is_made_once(proxy: Proxy) -> None:
     """redis-py repeats it; the script recognises it."""
     async with opened(proxy.url) as store:
         await create(store)
@@ -389,7 +418,7 @@ async def test_a_commit_whose_reply_is_lost_is_made_once(proxy: Proxy) -> None:
         assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == before[len(PROMPT) :]
 
 
-async def test_a_creation_and_a_claim_whose_replies_are_lost_hold(proxy: Proxy) -> None:
+async def test_creation_and_claim_survive_lost_replies(proxy: Proxy) -> None:
     async with opened(proxy.url) as store:
         await create(store, "loads-the-script")
         first = await store.claim("loads-the-script")
@@ -417,7 +446,7 @@ async def test_connections_that_are_cut_are_made_again(proxy: Proxy) -> None:
         assert (await store.claim(SESSION)).epoch == 1
 
 
-async def test_a_call_given_up_leaves_no_reply_for_the_next(proxy: Proxy) -> None:
+async def test_an_abandoned_call_leaves_no_reply(proxy: Proxy) -> None:
     """A connection whose reply is still to come must not answer another command with it."""
     async with opened(proxy.url) as store:
         await create(store)
@@ -433,7 +462,7 @@ async def test_a_call_given_up_leaves_no_reply_for_the_next(proxy: Proxy) -> Non
         assert await store.cancel(SESSION) is Status.CANCELLED
 
 
-async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> None:
+async def test_commits_resume_when_redis_is_back() -> None:
     with running_redis(append_only=True) as server:
         async with opened(server.url) as store:
             await create(store)
@@ -447,7 +476,7 @@ async def test_unavailable_while_redis_is_gone_and_fine_when_it_is_back() -> Non
             assert tuple(entry.token for entry in (await store.read(SESSION)).emitted) == (1, 2)
 
 
-async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> None:
+async def test_an_emptied_store_is_data_loss() -> None:
     with running_redis(append_only=False) as server:
         async with opened(server.url) as store:
             await create(store)
@@ -460,7 +489,7 @@ async def test_a_store_that_forgot_everything_is_data_loss_and_not_found() -> No
                 await store.read(SESSION)
 
 
-async def test_a_store_that_went_back_in_time_is_data_loss(redis_server: RedisServer, redis_url: str) -> None:
+async def test_a_rolled_back_store_is_data_loss(redis_server: RedisServer, redis_url: str) -> None:
     async with opened(redis_url) as store:
         await create(store)
         epoch = (await store.claim(SESSION)).epoch
@@ -505,7 +534,7 @@ async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None
         await RedisClient(Refusing()).ping()
 
 
-async def test_a_url_that_redis_does_not_know_is_refused() -> None:
+async def test_unknown_url_schemes_are_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         open_store("http://127.0.0.1", TTL_S)
 

@@ -1,6 +1,7 @@
 """The coordinator's ends of the worker streams, against workers that misbehave."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.streams import WorkerSession
 from coordinator.target import TargetWorkers
@@ -171,3 +173,23 @@ async def test_patience_ends() -> None:
         scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
         with pytest.raises(UnavailableError, match="no target worker has served this round for 0 s; the session"):
             await scorer.score([1, 2], Proposal())
+
+
+async def test_worker_phases_are_measured() -> None:
+    """Queue and forward of a round come from the worker; a time that cannot be is left out."""
+
+    def seconds(phase: str) -> float:
+        value = REGISTRY.get_sample_value("specdec_round_phase_seconds_sum", {"phase": phase})
+        return value or 0.0
+
+    async def answer_with_times(requests: Any, context: Any) -> None:
+        async for request in requests:
+            if request.HasField("score"):
+                reply = well_answered(request.score)
+                reply.timing.queue_s, reply.timing.forward_s = math.nan, 0.25
+                await context.write(reply)
+
+    before = seconds("score_queue"), seconds("score_forward")
+    async with served(Scripted(answer_with_times)) as workers:
+        await workers.open(SESSION, 10).score([1, 2], Proposal())
+    assert (seconds("score_queue"), seconds("score_forward")) == (before[0], before[1] + 0.25)

@@ -9,22 +9,12 @@ from contextlib import aclosing
 
 import pytest
 
-from coordinator.generation import Chunk
 from coordinator.sessions import SessionStore, open_store
 from specdec.errors import DataLossError, FencedError
 from tests.support.redis_server import RedisServer, running_redis
-from tests.support.toy_coordinator import LENGTH, Chunks, Gate, ToyCoordinator, take, tokens_of
+from tests.support.toy_coordinator import LENGTH, Gate, ToyCoordinator, take, take_last
 
 NUM_RETURNS = 20
-
-
-async def take_last(chunks: Chunks, count: int) -> tuple[list[int], Chunk]:
-    """Read chunks until there are at least so many tokens; return them and the last chunk."""
-    tokens: list[int] = []
-    while len(tokens) < count:
-        chunk, _ = await anext(chunks)
-        tokens += tokens_of(chunk)
-    return tokens, chunk
 
 
 async def return_to_superseded_owner(store: SessionStore, number: int) -> list[int]:

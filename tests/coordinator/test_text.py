@@ -62,7 +62,7 @@ def test_the_pieces_are_the_tokenizer_s_own_text(tokenizer: Tokenizer, text: str
 @BOTH
 @PROPERTY
 @given(prompt=TEXTS, text=TEXTS)
-def test_a_completion_s_pieces_are_what_it_adds_to_the_prompt(tokenizer: Tokenizer, prompt: str, text: str) -> None:
+def test_pieces_are_what_a_completion_adds(tokenizer: Tokenizer, prompt: str, text: str) -> None:
     before, tokens = tokenizer.encode(prompt).ids, tokenizer.encode(text, add_special_tokens=False).ids
     added = tokenizer.decode([*before, *tokens])[len(tokenizer.decode(before)) :]
     assert "".join(pieces(tokenizer, tokens, before)) == added
@@ -100,7 +100,7 @@ def test_bytes_that_are_no_utf8_do_no_harm(tokenizer: Tokenizer, data: st.DataOb
     "".join(first).encode()  # raises for half of a surrogate pair
 
 
-def test_text_that_was_said_stays_said_when_broken_bytes_follow_it() -> None:
+def test_broken_bytes_do_not_change_earlier_text() -> None:
     """This decoder takes back a whole run of bytes: the text behind it must not be lost with them."""
     tokenizer = byte_fallback()
     tokens = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "🙂".encode() + b"\x80"]

@@ -113,6 +113,6 @@ def test_every_wrong_value_is_told_at_once(capsys: pytest.CaptureFixture[str]) -
     assert "is required: hub id or folder" in said
 
 
-def test_the_nearest_is_not_taken_in_place_of_the_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_names_are_never_guessed(capsys: pytest.CaptureFixture[str]) -> None:
     """argparse would take an unambiguous beginning of a flag for the flag."""
     assert "unknown flag --max-sess" in refusal(capsys, CoordinatorSettings, *REQUIRED, "--max-sess", "3")

@@ -262,7 +262,7 @@ def test_acceptance_of_trees_is_analytic(name: str) -> None:
 
 
 def test_acceptance_of_a_stem_is_the_blocks() -> None:
-    """The chain that a tree begins with is tested as a block: its length is two."""
+    """Where a tree begins with a chain of two, one token or more is accepted as often as of any chain."""
     name = "trees with a stem, block"
     assert_accepted(name, survival(replace(CASES[name], num_draft_tokens=2)))
 

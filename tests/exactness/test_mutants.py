@@ -45,6 +45,7 @@ CONTROLS: list[type[Mutant]] = [
     mutants.StopsBeforeUnsure,
     mutants.DropsDistributions,
     block_mutants.BlockInParts,
+    block_mutants.BranchesAfterDrawing,
     tree_mutants.TreeInParts,
 ]
 
@@ -79,7 +80,7 @@ def test_enumeration_rejects(mutant: type[Mutant]) -> None:
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
 def test_enumeration_passes_what_only_looks_wrong(control: type[Mutant]) -> None:
-    """Stopping before a draw, forgetting what a token was drawn from, and the rules put together from parts."""
+    """Stopping before a draw, forgetting distributions, branching after a draw, and rules put together from parts."""
     assert distance(control(), control().num_draft_tokens) == 0
 
 

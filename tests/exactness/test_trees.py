@@ -78,10 +78,35 @@ def test_one_round_of_a_tree(shape: str, way: str) -> None:
         assert_round_is_exact(enumeration, depth_of(tree))
 
 
+BLOCK_SIZES = (3, 2)  # of supports
+
+
+@pytest.mark.parametrize(("shape", "way"), CONFIGURATIONS)
+def test_one_round_of_a_tree_with_blocks(shape: str, way: str) -> None:
+    """Under the block rule as well: first children are a block, their siblings are tried where it ends."""
+    tree = {**SHAPES, **CHAINS}[shape]
+    for size in BLOCK_SIZES:
+        enumeration = TreeEnumeration(sparse_markov_pair(size), BlockRule(), shape=tree, siblings=WAYS[way])
+        assert_round_is_exact(enumeration, depth_of(tree))
+
+
+def test_blocks_in_trees_mostly_accept_more() -> None:
+    """Unlike on chains not always: of 450 enumerated cases 92 are better, 357 equal, and this one is worse by 0.1 %."""
+    shape = SHAPES["one, then two"]
+    by_way = {}
+    for way in ("independent", "two drafters"):
+        trees = [TreeEnumeration(sparse_markov_pair(2), rule, shape=shape, siblings=WAYS[way]) for rule in RULES]
+        by_way[way] = [expected_accepted(enumeration.plays((0,), 0)) for enumeration in trees]
+    token, block = by_way["independent"]
+    assert block >= token
+    token, block = by_way["two drafters"]
+    assert (token, block) == (Fraction(359, 324), Fraction(179, 162))
+
+
 def test_the_number_of_configurations() -> None:
-    """As many as the design promises, 580, and more."""
-    count = len(CONFIGURATIONS) * len(DISTRIBUTIONS)
-    print(f"{count} configurations of trees")
+    """Each is a pair, a shape and a way to choose siblings; some 1,060 have proposals of their own."""
+    count, count_of_blocks = len(CONFIGURATIONS) * len(DISTRIBUTIONS), len(CONFIGURATIONS) * len(BLOCK_SIZES)
+    print(f"{count} configurations of trees, {count_of_blocks} of trees with blocks")
     assert count >= 1000
 
 
@@ -162,21 +187,17 @@ class InterleavedTree(Enumeration):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("start", [0, 1])
 def test_trees_may_grow_where_drawn_tokens_are_probable(rule: AcceptanceRule, start: int) -> None:
-    """A drafter may choose what to expand by what it drew, under both rules; children are tried in the order drawn."""
+    """A drafter may choose what to expand by what it drew; children are tried in the order drawn."""
     enumeration = DynamicTree(sparse_markov_pair(3 if start else 2), rule)
     distribution = enumeration.continued_distribution((start,), enumeration.plays((start,), 0), 5)
     assert distribution == target_text_distribution(enumeration.pair, (start,), 5)
 
 
-def test_the_token_rule_allows_siblings_at_any_time() -> None:
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("size", [3, 2])
+def test_siblings_may_be_added_at_any_time(size: int, rule: AcceptanceRule) -> None:
     """Whether a position gets another child may depend on anything drawn before."""
-    assert_round_is_exact(InterleavedTree(sparse_markov_pair(3)), 2)
-
-
-def test_the_block_rule_needs_the_number_of_children_first() -> None:
-    """Its precondition: one child or several is settled before the first is drawn."""
-    with pytest.raises(AssertionError):
-        assert_round_is_exact(InterleavedTree(sparse_markov_pair(3), BlockRule()), 2)
+    assert_round_is_exact(InterleavedTree(sparse_markov_pair(size), rule), 2)
 
 
 # ---- any rational distributions

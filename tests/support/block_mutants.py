@@ -7,19 +7,39 @@ from typing import cast
 
 from coordinator.acceptance import (
     AcceptanceRule,
+    Block,
     BlockRule,
     Remainder,
     Thresholds,
     TokenRule,
-    block_closing,
-    block_residual,
-    prefix_weights,
+    first_accepted,
 )
 from specdec.exact.values import Proposal, Scores, Uniforms, Verdict
 from specdec.types import TokenOrigin
 from tests.support.enumeration import ONE, Draws, Enumeration, History, Pair, Use
 from tests.support.mutants import FIRST_TEST, SPARSE, Mutant
 from tests.support.trees import Candidate, GrowingTree
+
+
+def prefix_weights(proposal: Proposal, scores: Scores) -> list[float]:
+    """Return w_0 to w_K of a chain."""
+    weights: list[float] = [1]
+    for token, draft, target in zip(proposal.tokens, proposal.distributions, scores.positions, strict=False):
+        ratio = Remainder.at(draft.token_ids, target).threshold(token, draft)
+        weights.append(min(1, weights[-1] * ratio))
+    return weights
+
+
+def residual_at(proposal: Proposal, scores: Scores, position: int, weight: float) -> Remainder:
+    """Return max(0, w p - q) at a position of a chain."""
+    draft = proposal.distributions[position]
+    return Remainder.at(draft.token_ids, scores.positions[position]).residual(draft, weight)
+
+
+def closing_at(proposal: Proposal, scores: Scores, position: int, weight: float) -> Remainder:
+    """Return what closes the round at a position of a chain."""
+    residual, draft = residual_at(proposal, scores, position, weight), proposal.distributions[position]
+    return residual if residual.total > 0 else Remainder.at(draft.token_ids, scores.positions[position])
 
 
 class BlockByParts:
@@ -39,7 +59,7 @@ class BlockByParts:
 
     def closing(self, proposal: Proposal, scores: Scores, position: int, weight: float) -> Remainder:
         """Return what closes the round at a position."""
-        return block_closing(proposal, scores, position, weight)
+        return closing_at(proposal, scores, position, weight)
 
     def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
         """Return the accepted prefix and the closing token."""
@@ -62,7 +82,7 @@ class BlockByParts:
 
 def threshold(proposal: Proposal, scores: Scores, position: int, weight: float) -> float:
     """Return r / (r + 1 - w)."""
-    residual = block_residual(proposal, scores, position, weight).total
+    residual = residual_at(proposal, scores, position, weight).total
     total = residual + 1 - weight
     return residual / total if total > 0 else 0.0
 
@@ -89,7 +109,7 @@ class CloseWithWeightOne(BlockByParts):
 
     def closing(self, proposal: Proposal, scores: Scores, position: int, weight: float) -> Remainder:
         """Return the token rule's residual."""
-        return block_closing(proposal, scores, position, cast(float, ONE))
+        return closing_at(proposal, scores, position, cast(float, ONE))
 
 
 @dataclass(frozen=True)
@@ -253,15 +273,10 @@ class LeavesTreesToTokenRule(BlockMutant):
 
 @dataclass(frozen=True)
 class BranchesAfterDrawing(BlockMutant):
-    """Adds a sibling because of the token drawn there, so that the block ends before that token only if it is 0."""
+    """No mistake: adds a sibling because of the token that was drawn first."""
 
     rule: AcceptanceRule = field(default_factory=BlockRule)
     num_draft_tokens: int = 3
-    total_variation: float = 0.0351
-
-    def production(self) -> Enumeration:
-        """Return the token rule on the same trees: there it does not matter."""
-        return replace(self, rule=TokenRule())
 
     def propose(self, history: History, num_draft_tokens: int, draws: Draws) -> Proposal:
         """Draft a chain; where its second token is 0, add a sibling of it."""
@@ -273,4 +288,54 @@ class BranchesAfterDrawing(BlockMutant):
             if len(text) == len(history) + 1 and token == 0:
                 tree.add(Candidate(draws.token(draft), draft), parent)
             text = (*text, token)
+        return tree.proposal()
+
+
+class ForgetWeight:
+    """Tests first children as a block, and siblings against the residual of the token rule."""
+
+    def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
+        """Return the accepted path and the closing token, of a tree that branches once."""
+        block = Block.at(0, proposal, scores)
+        num_accepted = block.num_accepted(uniforms)
+        path = list(block.tokens[:num_accepted])
+        position = path[-1] + 1 if path else 0
+        if num_accepted < len(block.tokens):
+            first, *siblings = proposal.children()[position]
+            left = self.remainder(proposal, scores, position).after_rejecting(proposal.distributions[first])
+            child, left = first_accepted(siblings, left, proposal, uniforms)
+            if child is None:
+                return Verdict(tuple(path), left.draw(uniforms.close), TokenOrigin.RECOVERED)
+            path.append(child)
+        return Verdict(tuple(path), scores.positions[path[-1] + 1].tail_token, TokenOrigin.BONUS)
+
+    def remainder(self, proposal: Proposal, scores: Scores, position: int) -> Remainder:
+        """Return the target's distribution at a position."""
+        return Remainder.at(proposal.unions()[position], scores.positions[position])
+
+    def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
+        """Return the block's thresholds for first children, the token rule's for the others."""
+        block, by_token = Block.at(0, proposal, scores), TokenRule().thresholds(proposal, scores)
+        of_block = dict(zip(block.tokens, block.thresholds, strict=True))
+        return Thresholds([of_block.get(index, value) for index, value in enumerate(by_token.accept)], by_token.close)
+
+
+@dataclass(frozen=True)
+class SiblingsForgetTheWeight(BlockMutant):
+    """Tries siblings from max(0, p - q) where the block ended with a weight below 1."""
+
+    rule: AcceptanceRule = field(default_factory=ForgetWeight)
+    total_variation: float = 0.0210
+
+    def production(self) -> Enumeration:
+        """Return the block rule on the same trees."""
+        return replace(self, rule=BlockRule())
+
+    def propose(self, history: History, num_draft_tokens: int, draws: Draws) -> Proposal:
+        """Draft one token, then two siblings."""
+        first = self.pair.draft(history)
+        tree, token = GrowingTree(), draws.token(first)
+        position, draft = tree.add(Candidate(token, first), 0), self.pair.draft((*history, token))
+        for _ in range(2):
+            tree.add(Candidate(draws.token(draft), draft), position)
         return tree.proposal()

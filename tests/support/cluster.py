@@ -16,7 +16,7 @@ from draft_service.__main__ import SERVICE as DRAFT_SERVICE
 from draft_service.__main__ import built as built_draft
 from draft_service.drafter import DrafterKind
 from draft_service.registry import registered
-from draft_service.settings import DraftWorkerSettings, settings_for
+from draft_service.settings import settings_for
 from specdec.serving.server import serving
 from target_service.__main__ import SERVICE as TARGET_SERVICE
 from target_service.__main__ import built as built_target
@@ -48,10 +48,7 @@ async def cluster(
     drafters = drafters or ("model,ngram" if draft_model else "ngram")
     async with AsyncExitStack() as stack:
         target_address = await stack.enter_async_context(serving_target(target))
-        model = str(draft_model) if draft_model else None
-        kinds = kinds or registered()
-        settings = settings_for(kinds)(model=model, drafters=drafters, **WORKER)
-        draft_address = await stack.enter_async_context(_draft(settings, kinds))
+        draft_address = await stack.enter_async_context(serving_draft(draft_model, kinds, drafters=drafters))
         served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
         address = await stack.enter_async_context(serving_coordinator(**served))
         yield Cluster(address, target_address, draft_address)
@@ -60,22 +57,28 @@ async def cluster(
 @asynccontextmanager
 async def serving_target(model: Path, **settings: object) -> AsyncIterator[str]:
     """Serve one target worker in float32; give its address."""
-    worker = TargetSettings(**{"model": str(model), **WORKER} | settings)  # type: ignore[arg-type]
+    worker = TargetSettings.model_validate({"model": str(model), **WORKER} | settings)
     async with serving(worker, TARGET_SERVICE, lambda server: built_target(worker, server)) as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+@asynccontextmanager
+async def serving_draft(
+    model: Path | None, kinds: Mapping[str, DrafterKind] | None = None, /, **settings: object
+) -> AsyncIterator[str]:
+    """Serve one draft worker in float32; give its address."""
+    offered = kinds or registered()
+    values = {"model": str(model) if model else None, **WORKER} | settings
+    worker = settings_for(offered).model_validate(values)
+    async with serving(worker, DRAFT_SERVICE, lambda server: built_draft(worker, server, offered)) as server:
         yield f"127.0.0.1:{server.port}"
 
 
 @asynccontextmanager
 async def serving_coordinator(**settings: object) -> AsyncIterator[str]:
     """Serve one coordinator; give its address."""
-    own = CoordinatorSettings(**{"port": 0, "drain_s": 0} | settings)  # type: ignore[arg-type]
+    own = CoordinatorSettings.model_validate({"port": 0, "drain_s": 0} | settings)
     async with serving(own, GENERATION_SERVICE, lambda server: built_coordinator(own, server)) as server:
-        yield f"127.0.0.1:{server.port}"
-
-
-@asynccontextmanager
-async def _draft(settings: DraftWorkerSettings, kinds: Mapping[str, DrafterKind]) -> AsyncIterator[str]:
-    async with serving(settings, DRAFT_SERVICE, lambda server: built_draft(settings, server, kinds)) as server:
         yield f"127.0.0.1:{server.port}"
 
 

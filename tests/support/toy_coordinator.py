@@ -80,6 +80,12 @@ class ToyWorkers:
         self.scorers: list[Scorer] = []
         self.drafters: list[Drafter] = []
 
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """How often each handle was closed and abandoned: scorers, then drafters."""
+        handles: list[Scorer | Drafter] = [*self.scorers, *self.drafters]
+        return [(handle.num_closed, handle.num_abandoned) for handle in handles]
+
     def open(self, session: WorkerSession, *rest: object) -> Any:
         """Return a scorer to the one who asks for a target's, a drafter to the one who asks for a draft's."""
         return self._drafter() if isinstance(rest[0], str) else self._scorer()
@@ -160,11 +166,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def take(chunks: Chunks, count: int) -> list[int]:
     """Read chunks until there are at least so many tokens."""
+    return (await take_last(chunks, count))[0]
+
+
+async def take_last(chunks: Chunks, count: int) -> tuple[list[int], Chunk]:
+    """Read chunks until there are at least so many tokens; return them and the last chunk."""
     tokens: list[int] = []
     while len(tokens) < count:
         chunk, _ = await anext(chunks)
         tokens += tokens_of(chunk)
-    return tokens
+    return tokens, chunk
 
 
 async def read_into(tokens: list[int], chunks: Chunks) -> None:

@@ -1,7 +1,7 @@
 """The values of a round to protobuf and back; malformed answers of workers are refused."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,7 @@ def test_distributions_come_back_bit_for_bit(given_: list[SparseDistribution]) -
     assert codec.distributions_from_proto(codec.distributions_to_proto(given_)) == given_
     supports = codec.distributions_to_proto(given_, with_probs=False)
     assert supports.probs == b""
-    assert codec.supports_from_proto(supports) == [list(row.token_ids) for row in given_]
+    assert codec.supports_from_proto(supports) == [list(one.token_ids) for one in given_]
 
 
 @PROPERTY
@@ -149,12 +149,10 @@ def test_arrays_are_little_endian() -> None:
 
 
 @pytest.mark.parametrize("change", [{"session_id": ""}, {"epoch": 0}, {"sampling": types_pb2.SamplingParams()}])
-def test_openings_that_lack_something(change: dict[str, Any]) -> None:
-    message = session_stream.open_session("s", 1, SamplingParams(seed=1), 1)
-    for field, value in change.items():
-        message.ClearField(field)
-        if field == "sampling":
-            message.sampling.CopyFrom(value)
+def test_incomplete_openings_are_refused(change: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"session_id": "s", "epoch": 1, "sampling": types_pb2.SamplingParams(seed=1)}
+    session_stream.check_open(types_pb2.OpenSession(**good), VOCAB_SIZE)
+    message = types_pb2.OpenSession(**good | change)
     with pytest.raises(InvalidArgumentError, match=r"needs a session_id|need the resolved"):
         session_stream.check_open(message, VOCAB_SIZE)
 
@@ -166,7 +164,7 @@ PROPOSAL = Proposal((2, 3), tuple(GOOD))
 U, F = codec.UINT32, codec.FLOAT32
 
 
-def packed(values: list[float], dtype: np.dtype[Any]) -> bytes:
+def packed(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
     return np.array(values, dtype).tobytes()
 
 
@@ -190,9 +188,9 @@ BAD_DISTRIBUTIONS: dict[str, dict[str, bytes]] = {
     "infinity": {"probs": packed([math.inf, 0.75, 1.0], F)},
     "a sum of less than 1": {"probs": packed([0.25, 0.74, 1.0], F)},
     "a sum of more than 1": {"probs": packed([0.25, 0.75, 1.01], F)},
-    "a row too few": {"sizes": packed([3], U), "probs": packed([0.25, 0.5, 0.25], F)},
+    "a distribution too few": {"sizes": packed([3], U), "probs": packed([0.25, 0.5, 0.25], F)},
     "a token past the vocabulary": {"token_ids": packed([50, 2, 3], U)},
-    "the token not in its own row": {"token_ids": packed([1, 4, 3], U)},
+    "the token not in its own support": {"token_ids": packed([1, 4, 3], U)},
 }
 
 
@@ -210,7 +208,7 @@ def test_bad_proposals_are_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "asked"), [((2,), 2), ((2, 3, 3), 3), ((2, 3), 1), ((3, 2), 2), ((), 2)])
-def test_proposals_of_the_wrong_length_or_order_are_refused(tokens: tuple[int, ...], asked: int) -> None:
+def test_proposals_of_wrong_length_or_order_are_refused(tokens: tuple[int, ...], asked: int) -> None:
     message = good_proposal()
     message.tokens[:] = tokens
     with pytest.raises(codec.MalformedReply):
@@ -280,8 +278,8 @@ def with_fields(**changes: bytes) -> Callable[[target_pb2.ScoreResponse], None]:
 BAD_SCORES: dict[str, Callable[[target_pb2.ScoreResponse], None]] = {
     "nothing": lambda message: message.Clear(),
     "half a value": with_fields(tail_mass=b"\0" * 11),
-    "a row too few": with_fields(tail_mass=packed([0.25, 0.0], F), tail_tokens=packed([9, 8], U)),
-    "a row too many": with_fields(tail_mass=packed([0.25, 0, 1, 1], F), tail_tokens=packed([9, 8, 7, 7], U)),
+    "a distribution too few": with_fields(tail_mass=packed([0.25, 0.0], F), tail_tokens=packed([9, 8], U)),
+    "a distribution too many": with_fields(tail_mass=packed([0.25, 0, 1, 1], F), tail_tokens=packed([9, 8, 7, 7], U)),
     "tails of two lengths": with_fields(tail_tokens=packed([9, 8], U)),
     "fewer probabilities": with_fields(support_probs=packed([0.5, 0.25], F)),
     "more probabilities": with_fields(support_probs=packed([0.5, 0.25, 1, 0], F)),
@@ -290,10 +288,10 @@ BAD_SCORES: dict[str, Callable[[target_pb2.ScoreResponse], None]] = {
     "a negative": with_fields(support_probs=packed([-0.5, 1.25, 1], F)),
     "infinity": with_fields(tail_mass=packed([math.inf, 0, 1], F)),
     "no distribution": with_fields(support_probs=packed([0.5, 0.2, 1], F)),
-    "a bonus row that is no distribution": with_fields(tail_mass=packed([0.25, 0, 0.9], F)),
+    "a bonus distribution that is no distribution": with_fields(tail_mass=packed([0.25, 0, 0.9], F)),
     "a tail token past the vocabulary": with_fields(tail_tokens=packed([9, 8, 50], U)),
-    "log probabilities of fewer rows": lambda message: message.logprobs.__delitem__(2),
-    "log probabilities of more rows": lambda message: message.logprobs.append(message.logprobs[0]),
+    "log probabilities of fewer positions": lambda message: message.logprobs.__delitem__(2),
+    "log probabilities of more positions": lambda message: message.logprobs.append(message.logprobs[0]),
     "log probabilities without the tail token": with_logprobs(2, token_ids=packed([6, 3, 4], U)),
     "log probabilities without a token of the support": with_logprobs(0, token_ids=packed([1, 5, 9, 3, 4], U)),
     "log probabilities that are NaN": with_logprobs(2, logprobs=packed([math.nan, -1, -1], F)),

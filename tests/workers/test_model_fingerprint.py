@@ -75,7 +75,7 @@ def test_chunks_count_in_their_order(copy: Path, monkeypatch: pytest.MonkeyPatch
     assert model_fingerprint(copy, NUMBERS) != before
 
 
-def test_files_that_the_index_does_not_name_are_ignored(copy: Path) -> None:
+def test_files_absent_from_the_index_are_ignored(copy: Path) -> None:
     edit(copy / module.INDEX_FILE, weight_map={"a": "model.safetensors"})
     (copy / "consolidated.safetensors").write_bytes(b"other")
     assert weight_files(copy) == [copy / "model.safetensors"]

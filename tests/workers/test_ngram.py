@@ -1,4 +1,4 @@
-"""Prompt lookup: what it finds, that it forgets exactly, and that it holds no more than it may."""
+"""Prompt lookup: what it finds, how it truncates, and the limit on what it holds."""
 
 from collections.abc import Sequence
 
@@ -47,7 +47,7 @@ def looked_up(text: Sequence[int], shortest: int, longest: int, count: int) -> l
         ([1, 2, 3, 4, 5, 0, 2, 3, 4, 6, 1, 2, 3, 4], [5, 0, 2]),  # the longer, though earlier
     ],
 )
-def test_cases(text: list[int], expected: list[int]) -> None:
+def test_continuations_of_small_texts(text: list[int], expected: list[int]) -> None:
     assert index_of(text).continuation(3) == expected
 
 
@@ -62,14 +62,15 @@ def test_it_finds_what_a_scan_finds(text: list[int], shortest: int, more: int, c
 @given(st.lists(st.tuples(st.integers(0, 40), texts), max_size=6))
 def test_truncation_leaves_no_trace(edits: list[tuple[int, list[int]]]) -> None:
     """After any truncations and appends the index is the one of its text."""
-    index, text = SuffixIndex(1, 4), []
+    index = SuffixIndex(1, 4)
+    text: list[int] = []
     for length, tokens in edits:
         index.truncate(length)
         text = [*text[:length], *tokens]
         for token in tokens:
             index.append(token)
         assert list(index.tokens) == text
-        assert index._latest == index_of(text)._latest
+        assert vars(index) == vars(index_of(text))
         assert index.continuation(5) == looked_up(text, 1, 4, 5)
 
 
@@ -82,8 +83,9 @@ async def ask(drafter: NgramDrafter, name: str, start: int, tokens: Sequence[int
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.lists(st.integers(0, 3), min_size=1, max_size=12)), max_size=6))
-async def test_rounds_see_only_the_text(rounds: list[tuple[int, list[int]]]) -> None:
-    drafter, text = NgramDrafter(1, 4), []
+async def test_rounds_draft_from_the_current_text_only(rounds: list[tuple[int, list[int]]]) -> None:
+    drafter = NgramDrafter(1, 4)
+    text: list[int] = []
     for anywhere, tokens in rounds:
         start = anywhere % (len(text) + 2)  # at times more than it holds
         drafted = await ask(drafter, "s", start, tokens)
@@ -102,7 +104,7 @@ async def test_a_long_text_is_taken_in_pieces() -> None:
     assert list(drafted.proposal.tokens) == index_of(text).continuation(3)
 
 
-async def test_sessions_know_nothing_of_one_another_and_close_frees() -> None:
+async def test_sessions_are_separate_and_forget_frees_them() -> None:
     drafter = NgramDrafter(1, 4)
     await ask(drafter, "a", 0, [1, 2, 3])
     assert (await ask(drafter, "b", 0, [1])).proposal.tokens == ()

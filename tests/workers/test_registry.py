@@ -1,4 +1,4 @@
-"""Drafters are found by themselves, bring their own settings, and share what session texts need."""
+"""The registry finds every module of drafters, and the worker's settings include theirs."""
 
 import sys
 from pathlib import Path
@@ -35,16 +35,16 @@ def with_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_file_adds_a_drafter() -> None:
     kinds = registered()
     assert {"echo", "model", "ngram"} <= kinds.keys()
-    settings = settings_for(kinds)(drafters="echo,ngram", echo_length=5)
+    settings = settings_for(kinds).model_validate({"drafters": "echo,ngram", "echo_length": 5})
     assert [kind.name for kind in chosen_kinds(settings, kinds)] == ["echo", "ngram"]
 
 
 @pytest.mark.usefixtures("with_new_file")
 async def test_a_drafter_sees_its_settings() -> None:
     kinds = registered()
-    settings = settings_for(kinds)(drafters="echo", echo_length=5)
+    settings = settings_for(kinds).model_validate({"drafters": "echo", "echo_length": 5})
     with pytest.raises(ValueError, match="echoes 5"):
-        await kinds["echo"].build(settings, None, None)  # type: ignore[arg-type]
+        await kinds["echo"].build(settings, None, None)  # type: ignore[arg-type]  # it raises before it uses them
 
 
 def test_unknown_drafters_are_named() -> None:

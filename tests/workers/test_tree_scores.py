@@ -11,20 +11,17 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.engine import LanguageModel
 from specdec.exact import codec
 from specdec.exact.tree import path_to
 from specdec.exact.values import ObservationRequest, Proposal, Scores, SparseDistribution, one_hot
-from specdec.serving.session_stream import open_session
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
-from specdec.v1 import target_pb2_grpc
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
-from tests.workers.test_target_service import served
+from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target
+from tests.workers.conftest import Forwards
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-PROMPT = [5, 6, 7, 8, 9, 10]
 WINDOW = 4
 SHARED = SparseDistribution((11, 12, 200), (0.5, 0.25, 0.25))
 OTHER = SparseDistribution((12, 40), (0.5, 0.5))
@@ -35,37 +32,18 @@ TREE = Proposal(
     parents=(0, 0, 0, 2, 2, 4),
 )
 PARAMETERS = {
-    "plain": SamplingParams(seed=7),
+    "plain": PLAIN,
     "greedy": SamplingParams(seed=7, temperature=0),
     "penalties": SamplingParams(seed=7, presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.3),
     "truncated": SamplingParams(seed=7, top_p=0.7, top_k=40),
 }
 
 
-class Session:
-    """One session at a worker, as the coordinator plays it."""
-
-    def __init__(
-        self, channel: grpc.aio.Channel, name: str, sampling: SamplingParams, request: ObservationRequest | None = None
-    ) -> None:
-        self._call = target_pb2_grpc.TargetServiceStub(channel).Score()
-        self._observations = codec.observation_request_to_proto(request or ObservationRequest())
-        self._opening: Any = (name, sampling)
-
-    async def score(self, start: int, tokens: Sequence[int], proposal: Proposal) -> Scores:
-        """Score a proposal after the committed tokens."""
-        if self._opening:
-            name, sampling = self._opening
-            opening = open_session(name, 1, sampling, len(PROMPT))
-            await self._call.write(
-                pb.ScoreRequest(open=pb.OpenTarget(session=opening, observations=self._observations))
-            )
-            self._opening = None
-        await self._call.write(pb.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal)))
-        reply = await self._call.read()
-        assert reply is not grpc.aio.EOF
-        assert reply.cached_len == start + len(tokens)
-        return codec.scores_from_proto(reply, proposal, VOCAB_SIZE)
+async def scored(stream: TargetStream, start: int, tokens: Sequence[int], proposal: Proposal) -> Scores:
+    """Score a proposal after the committed tokens."""
+    answer = await stream.ask(pb.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal)))
+    assert answer.cached_len == start + len(tokens)
+    return codec.scores_from_proto(answer, proposal, VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -81,29 +59,8 @@ def model(folder: Path) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def channel(folder: Path) -> AsyncIterator[grpc.aio.Channel]:
-    async with served(folder, observation_window=WINDOW) as connected:
+    async with connected_target(folder, observation_window=WINDOW) as connected:
         yield connected
-
-
-@pytest.fixture
-def names(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Session ids that no other test uses."""
-    return (f"{request.node.name} {number}" for number in range(1000))
-
-
-@pytest.fixture
-def num_fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens that each forward computes."""
-    counts: list[int] = []
-    forward = LanguageModel.forward
-
-    def counting(self: LanguageModel, feeds: Any) -> Any:
-        feeds = list(feeds)
-        counts.append(sum(len(feed.tokens) for feed in feeds))
-        return forward(self, feeds)
-
-    monkeypatch.setattr(LanguageModel, "forward", counting)
-    return counts
 
 
 def assert_equal(scores: Scores, other: Scores) -> None:
@@ -114,16 +71,14 @@ def assert_equal(scores: Scores, other: Scores) -> None:
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-async def test_every_position_scores_as_on_its_own_path(
-    name: str, channel: grpc.aio.Channel, names: Iterator[str]
-) -> None:
+async def test_positions_score_as_on_their_own_path(name: str, channel: grpc.aio.Channel, names: Iterator[str]) -> None:
     """A tree position has the target's distribution after its path, whatever its siblings are."""
-    scores = await Session(channel, next(names), PARAMETERS[name]).score(0, PROMPT, TREE)
+    scores = await scored(TargetStream(channel, next(names), PARAMETERS[name]), 0, PROMPT, TREE)
     for position, union in enumerate(TREE.unions()):
         path = [TREE.tokens[index] for index in path_to(position, TREE.tree)]
         asked = SparseDistribution(union or (0, 1), (1 / len(union or (0, 1)),) * len(union or (0, 1)))
         chain = Proposal((*path, asked.token_ids[0]), (*map(one_hot, path), asked))
-        alone = await Session(channel, next(names), PARAMETERS[name]).score(0, PROMPT, chain)
+        alone = await scored(TargetStream(channel, next(names), PARAMETERS[name]), 0, PROMPT, chain)
         expected = alone.positions[len(path)]
         found = scores.positions[position]
         if union:
@@ -135,24 +90,24 @@ async def test_every_position_scores_as_on_its_own_path(
 
 @pytest.mark.parametrize("leaf", range(len(TREE)))
 async def test_the_accepted_path_is_kept(
-    leaf: int, channel: grpc.aio.Channel, names: Iterator[str], num_fed: list[int]
+    leaf: int, channel: grpc.aio.Channel, names: Iterator[str], forwards: Forwards
 ) -> None:
     """The next round computes the closing token and its own tree, and scores as a session that reads everything."""
-    session = Session(channel, next(names), PARAMETERS["plain"])
-    await session.score(0, PROMPT, TREE)
+    session = TargetStream(channel, next(names))
+    await scored(session, 0, PROMPT, TREE)
     accepted = [TREE.tokens[index] for index in path_to(leaf + 1, TREE.tree)]
     committed = [*PROMPT, *accepted, 77]
-    num_fed.clear()
-    scores = await session.score(len(PROMPT), [*accepted, 77], TREE)
-    assert num_fed == [1 + len(TREE)]
-    assert_equal(scores, await Session(channel, next(names), PARAMETERS["plain"]).score(0, committed, TREE))
+    forwards.sizes.clear()
+    scores = await scored(session, len(PROMPT), [*accepted, 77], TREE)
+    assert forwards.sizes == [1 + len(TREE)]
+    assert_equal(scores, await scored(TargetStream(channel, next(names)), 0, committed, TREE))
 
 
 LAYERS = ObservationRequest(hidden_layers=(0, 1, 2), num_top_tokens=3)
 
 
 async def test_observations_are_the_models_own(channel: grpc.aio.Channel, names: Iterator[str], model: Any) -> None:
-    scores = await Session(channel, next(names), PARAMETERS["plain"], LAYERS).score(0, PROMPT, TREE)
+    scores = await scored(TargetStream(channel, next(names), PLAIN, observations=LAYERS), 0, PROMPT, TREE)
     observations = scores.observations
     assert observations is not None
     assert (observations.start, len(observations)) == (len(PROMPT) - WINDOW, WINDOW + len(TREE))
@@ -178,17 +133,17 @@ def own_observation(model: Any, text: list[int]) -> tuple[torch.Tensor, list[int
     return hidden, output.logits[0, -1].topk(LAYERS.num_top_tokens).indices.tolist()
 
 
-async def test_later_rounds_observe_what_is_fed(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+async def test_later_rounds_observe_only_new_tokens(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
     """Accepted tokens were observed in the round before."""
-    session = Session(channel, next(names), PARAMETERS["plain"], LAYERS)
-    await session.score(0, PROMPT, TREE)
-    scores = await session.score(len(PROMPT), [12, 77], TREE)
+    session = TargetStream(channel, next(names), PLAIN, observations=LAYERS)
+    await scored(session, 0, PROMPT, TREE)
+    scores = await scored(session, len(PROMPT), [12, 77], TREE)
     assert scores.observations is not None
     assert (scores.observations.start, len(scores.observations)) == (len(PROMPT) + 1, 1 + len(TREE))
 
 
 async def test_nothing_is_observed_unasked(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
-    scores = await Session(channel, next(names), PARAMETERS["plain"]).score(0, PROMPT, TREE)
+    scores = await scored(TargetStream(channel, next(names)), 0, PROMPT, TREE)
     assert scores.observations is None
 
 
@@ -202,7 +157,7 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("name", BAD_REQUESTS)
 async def test_impossible_observations_are_refused(name: str, channel: grpc.aio.Channel, names: Iterator[str]) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=r"open\.observations") as refused:
-        await Session(channel, next(names), PARAMETERS["plain"], BAD_REQUESTS[name]).score(0, PROMPT, TREE)
+        await scored(TargetStream(channel, next(names), PLAIN, observations=BAD_REQUESTS[name]), 0, PROMPT, TREE)
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -216,12 +171,8 @@ MALFORMED: dict[str, Callable[[pb.Score], None]] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_malformed_trees_are_refused(name: str, channel: grpc.aio.Channel, names: Iterator[str]) -> None:
-    call = target_pb2_grpc.TargetServiceStub(channel).Score()
-    opening = open_session(next(names), 1, PARAMETERS["plain"], len(PROMPT))
-    await call.write(pb.ScoreRequest(open=pb.OpenTarget(session=opening)))
     message = codec.score_to_proto(0, PROMPT, TREE)
     MALFORMED[name](message)
-    await call.write(pb.ScoreRequest(score=message))
-    with pytest.raises(grpc.aio.AioRpcError, match="malformed proposal") as refused:
-        await call.read()
-    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    error = await TargetStream(channel, next(names)).fail(pb.ScoreRequest(score=message))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "malformed proposal" in (error.details() or "")

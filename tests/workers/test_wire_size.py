@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draft_service.settings import SETTINGS as DraftSettings
+from draft_service.drafters.model import ModelDrafterSettings
 from specdec.exact import codec
 from specdec.exact.sampling import draw, sparse_distributions
 from specdec.exact.values import Proposal, Scores, TargetDistribution
@@ -11,17 +11,17 @@ from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 VOCAB_SIZE = 152_064
 NUM_DRAFT_TOKENS = 5
-MOST_BYTES = 8_000
-SETTINGS = DraftSettings(drafters="ngram")
+MAX_BYTES = 8_000
+SETTINGS = ModelDrafterSettings()
 
 
 def round_bytes(logits: torch.Tensor) -> dict[str, int]:
     """Return the size of each message of one round, for draft logits [K, V]."""
     distributions = sparse_distributions(logits.softmax(-1), SETTINGS.support_mass, SETTINGS.support_max)
-    tokens = [draw(row, 0.5) for row in distributions]
+    tokens = [draw(distribution, 0.5) for distribution in distributions]
     committed = [VOCAB_SIZE - 1] * (NUM_DRAFT_TOKENS + 1)
     timing = types_pb2.Timing(queue_s=0.1, forward_s=0.1, total_s=0.1)
-    answers = [TargetDistribution(row.probs, 0.1, VOCAB_SIZE - 1) for row in distributions] + [
+    answers = [TargetDistribution(distribution.probs, 0.1, VOCAB_SIZE - 1) for distribution in distributions] + [
         TargetDistribution((), 1.0, VOCAB_SIZE - 1)
     ]
     scores = codec.scores_to_proto(Scores(tuple(answers)))
@@ -44,10 +44,10 @@ def round_bytes(logits: torch.Tensor) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 3.0, 10.0])
-def test_a_round_of_kilobytes(scale: float) -> None:
-    """From uniform rows, where every support is as large as it may be, to nearly one-hot ones."""
+def test_a_round_takes_few_kilobytes(scale: float) -> None:
+    """From uniform distributions, whose supports have the maximum size, to nearly one-hot ones."""
     logits = scale * torch.randn(NUM_DRAFT_TOKENS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     sizes = round_bytes(logits)
     print(f"scale {scale}: {sum(sizes.values())} bytes a round: {sizes}")
-    assert 0 < sum(sizes.values()) < MOST_BYTES
-    assert sum(sizes.values()) < 4 * VOCAB_SIZE * NUM_DRAFT_TOKENS / 100, "sparse rows must be worth it"
+    assert 0 < sum(sizes.values()) < MAX_BYTES
+    assert sum(sizes.values()) < 4 * VOCAB_SIZE * NUM_DRAFT_TOKENS / 100, "far below dense float32 distributions"

@@ -10,7 +10,7 @@ from specdec.serving.local.commands import coordinator_command, worker_commands
 from specdec.serving.local.options import ADDRESS_VARIABLE, NGRAM_ONLY, NO_DRAFT, CannotRun, Options
 from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
 
-SERVICES = ("coordinator", "target_service", "draft_service")
+MODULES = ("coordinator", "target_service", "draft_service")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -35,7 +35,7 @@ def _check_model(flag: str, name: str) -> None:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    kinds = [settings_of(module) for module in SERVICES]
+    kinds = [settings_of(module) for module in MODULES]
     known = [ADDRESS_VARIABLE, *(name for kind in kinds for name in variable_names(kind))]
     try:
         refuse_unknown(known, [name for name in environment if name.startswith(ENV_PREFIX)], "variable")

@@ -21,6 +21,7 @@ from specdec.types import SamplingParams
 ASK_AGAIN_S = 0.1  # where a service was cut off while it was asked for its health
 WARM_UP_S = 120.0  # a first forward may compile
 
+
 WorkerCommands = Callable[[Options, int], list[Command]]
 """Gives the workers to start on a machine of so many cores, targets first."""
 
