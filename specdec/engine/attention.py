@@ -23,7 +23,7 @@ ATTENTION_NAME = "specdec"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's share of the packed row: new tokens, the last of which may form a tree (see `tree.py`)."""
+    """One sequence's share of the packed row: new tokens, the last of which may form a tree (see `exact/tree.py`)."""
 
     key: str
     past: int  # tokens that are cached already

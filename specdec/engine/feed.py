@@ -14,7 +14,7 @@ class Feed:
     sequence: Sequence
     tokens: list[int]
     num_rows: int  # logits are wanted of so many last tokens; 0: none
-    parents: tuple[int, ...] = ()  # so many last tokens form a tree: see `tree.py`; empty: all form a chain
+    parents: tuple[int, ...] = ()  # so many last tokens form a tree: see `exact/tree.py`; empty: all form a chain
     hidden_layers: tuple[int, ...] = ()  # 0: the embeddings; l: after l layers; num_layers: what the head reads
     num_observed: int = 0  # hidden states are wanted of so many last tokens
 

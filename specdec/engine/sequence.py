@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """The pending tree, [length - num_committed]: see `tree.py`."""
+        """The pending tree, [length - num_committed]: see `exact/tree.py`."""
         return tuple(self._parents)
 
     @property
@@ -118,7 +118,7 @@ class Sequence:
         length = self.length + len(tokens)
         if length > self._storage.num_reserved(self):
             raise EngineError(f"sequence {self.key!r} has no room reserved for {length} tokens; reserve it first")
-        root = length - len(parents) - self._num_committed  # as in `tree.py`: the token before the tree
+        root = length - len(parents) - self._num_committed  # as in `exact/tree.py`: the token before the tree
         self._parents.extend(range(len(self._parents), root))
         self._parents.extend(root + parent for parent in parents)
         self._tokens.extend(tokens)
