@@ -43,10 +43,10 @@ class Timings:
 class Task(Generic[ResultT]):
     """Truncate the sequence `key` to `start` tokens, append `tokens`, get logits at the last `num_rows` of them.
 
-    The last len(parents) tokens form a tree (see `exact/tree.py`); all tokens up to length `num_committed` are committed, the
-    others are a round's draft: by default all are committed, but for the tree. `match` keeps any cached tokens after
-    `start` that are the same. With `hidden_layers`, `hidden_states` holds the states of the last `num_observed` tokens
-    when the rows are due, fewer where fewer were fed.
+    The last len(parents) tokens form a tree (see `exact/tree.py`); all tokens up to length `num_committed` are
+    committed, the others are a round's draft: by default all are committed, but for the tree. `match` keeps any cached
+    tokens after `start` that are the same. With `hidden_layers`, `hidden_states` holds the states of the last
+    `num_observed` tokens when the rows are due, fewer where fewer were fed.
 
     Subclass it to carry what the processor needs. When the rows are due the processor gets the task and its logits; it
     ends the task (`finish`, `fail`) or lets it go on (`proceed`). Everything but the constructor runs on the engine
