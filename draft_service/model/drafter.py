@@ -29,14 +29,15 @@ class Ahead:
     """A round that was drafted, or begun, before anybody asked for it."""
 
     session: Session
+    accepted: tuple[int, ...]  # draft tokens of the round before, as far as `request` does not have them
     request: DraftRequest
     proposal: Proposal
 
     def answers(self, session: Session, request: DraftRequest) -> bool:
-        """Return whether this is the round that is asked for; its number of draft tokens does not matter."""
-        return (
-            session == self.session and replace(request, num_draft_tokens=self.request.num_draft_tokens) == self.request
-        )
+        """Return whether this is the round that is asked for: the same text, however much of it the request repeats."""
+        if session != self.session or request.committed_length != self.request.committed_length:
+            return False
+        return [*self.accepted, *self.request.tokens][-len(request.tokens) :] == list(request.tokens)
 
 
 class ModelDrafter:
@@ -90,25 +91,25 @@ class ModelDrafter:
 
     def draft_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> None:
         """Draft the round that would follow `proposal`, unless somebody is asking now. Returns at once."""
-        # what the coordinator asks after full acceptance: the last draft token, which was not fed, and the closing one
-        start = request.committed_length + len(proposal) - 1
-        if self._drafts_ahead and proposal and not self._num_asking and start < self.model.context_length:
-            following = DraftRequest(start, proposal.tokens[-1:], request.num_draft_tokens)
-            self._ahead[session.session_id] = session, asyncio.create_task(self._drafted_ahead(session, following))
+        if self._drafts_ahead and proposal and not self._num_asking:
+            drafting = self._drafted_ahead(session, request, proposal)
+            self._ahead[session.session_id] = session, asyncio.create_task(drafting)
 
-    async def _drafted_ahead(self, session: Session, request: DraftRequest) -> Ahead | None:
+    async def _drafted_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> Ahead | None:
         """Guess the closing token and draft after it until a session asks; None if nothing was drafted."""
-        if self._is_asked():
+        *accepted, last = proposal.tokens  # the last one was not fed
+        num_committed, start = request.committed_length, request.committed_length + len(accepted)
+        if self._is_asked() or start >= self.model.context_length:
             return None
         with suppress(EngineError, NonFiniteLogitsError):
-            guessing = GuessTask(session, replace(request, num_draft_tokens=1), match=False)
-            guess: Proposal = await self._engine.run(guessing)
-            request = self._within_context(
-                DraftRequest(request.start, [*request.tokens, *guess.tokens], request.num_draft_tokens)
-            )
-            if request.num_draft_tokens and not self._is_asked():
-                task = ProposeTask(session, request, match=False, interrupted=self._is_asked)
-                return Ahead(session, request, await self._engine.run(task))
+            guessing = DraftRequest(start, [last], 1)
+            task: ProposeTask = GuessTask(session, guessing, match=False, num_committed=num_committed)
+            guess: Proposal = await self._engine.run(task)
+            following = self._within_context(DraftRequest(start, [last, *guess.tokens], request.num_draft_tokens))
+            if following.num_draft_tokens and not self._is_asked():
+                asked = self._is_asked
+                task = ProposeTask(session, following, match=False, interrupted=asked, num_committed=num_committed)
+                return Ahead(session, tuple(accepted), following, await self._engine.run(task))
         return None
 
     def _is_asked(self) -> bool:

@@ -20,7 +20,7 @@ class ProposeTask(Task[Proposal]):
     """One session's round in the engine: the committed tokens, then each draft token but the last.
 
     It goes on from `begun`, what was drafted of the round before, and ends early, with at least one more token, once
-    `interrupted` returns True.
+    `interrupted` returns True. `num_committed` is less than the request's length where the request is a guess.
     """
 
     def __init__(
@@ -30,13 +30,14 @@ class ProposeTask(Task[Proposal]):
         match: bool,
         begun: Proposal = NOTHING,
         interrupted: Callable[[], bool] = lambda: False,
+        num_committed: int | None = None,
     ) -> None:
         super().__init__(
             session.session_id,
             request.start,
             [*request.tokens, *begun.tokens],
             min(1, request.num_draft_tokens),
-            num_committed=request.committed_length,
+            num_committed=request.committed_length if num_committed is None else num_committed,
             match=match or bool(begun.tokens),
         )
         self.session = session
@@ -46,6 +47,12 @@ class ProposeTask(Task[Proposal]):
         self.distributions: list[SparseDistribution] = []
         self._begun = begun
         self._interrupted = interrupted
+        self._is_ahead = num_committed is not None
+
+    @property
+    def num_together(self) -> int:
+        """Drafted ahead, a round feeds what it would feed if it were asked for: forwards of the same shape."""
+        return len(self.tokens) if self._is_ahead else super().num_together
 
     def prepare(self) -> None:
         """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""

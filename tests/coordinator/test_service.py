@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 import torch
+from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
 from specdec import (
@@ -137,6 +138,20 @@ async def test_a_draft_like_the_target_is_always_accepted(client: AsyncClient) -
     assert statistics.acceptance_rate == 1
     assert statistics.num_rounds == math.ceil(41 / 5)
     assert set(completion.origins) == {TokenOrigin.ACCEPTED, TokenOrigin.BONUS}
+
+
+async def test_rounds_drafted_ahead_are_asked_for(client: AsyncClient) -> None:
+    """A draft like the target guesses every closing token, so each round drafted ahead is asked for."""
+
+    def total(name: str) -> float:
+        return REGISTRY.get_sample_value(f"specdec_draft_ahead_{name}_total") or 0.0
+
+    before = total("rounds"), total("hits")
+    sampling = SamplingParams(temperature=0, max_new_tokens=60, ignore_eos=True)
+    for _ in range(4):
+        await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=SPECULATED)
+    assert total("hits") - before[1] == total("rounds") - before[0]
+    print(f"{total('rounds') - before[0]:.0f} rounds drafted ahead")
 
 
 async def greedy(client: AsyncClient, **fields: object) -> Completion:
