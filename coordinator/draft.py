@@ -9,7 +9,7 @@ import grpc
 
 from coordinator import metrics
 from coordinator.rounds import Drafted
-from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
+from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
@@ -54,7 +54,7 @@ class DraftWorkers:
         return {drafter.name: _offered(drafter) for drafter in reply.drafters}
 
     def open(
-        self, session: WorkerSession, drafter: str, limits: DraftLimits, on_failure: Callable[[SpecdecError], None]
+        self, session: SessionOpening, drafter: str, limits: DraftLimits, on_failure: Callable[[SpecdecError], None]
     ) -> "SessionDrafter":
         """Return a session's drafter; its stream opens with the first round that drafts."""
         opening = draft_pb2.ProposeRequest(open=draft_pb2.OpenDraft(session=session.opening(), drafter=drafter))

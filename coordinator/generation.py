@@ -46,7 +46,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class CommittedChunk:
     """A stretch of the completion."""
 
     offset: int
@@ -156,12 +156,12 @@ class Generation:
         self.text = self.text[: self._text_ends[-1]] + self._held[-1] if self._text_ends else ""
         self.finish = reason
 
-    def chunk(self, begin: int, end: int) -> Chunk:
+    def chunk(self, begin: int, end: int) -> CommittedChunk:
         """Return the completion from token `begin` to before token `end`; a finished one's last chunk ends its text."""
         first = self._text_ends[begin - 1] if begin else 0
         ends = self._text_ends[begin:end]
         last = len(self.text) if self.done and end == len(self.emitted) else (ends[-1] if ends else first)
-        return Chunk(
+        return CommittedChunk(
             offset=begin,
             emitted=tuple(self.emitted[begin:end]),
             text=self.text[first:last],

@@ -35,7 +35,7 @@ class Scored:
     num_sessions: int = 1  # at the worker, waiting or in the forward
 
 
-class Drafter(Protocol):
+class RoundDrafter(Protocol):
     """Proposes draft tokens; may propose none."""
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
@@ -47,7 +47,7 @@ class Drafter(Protocol):
         ...
 
 
-class Scorer(Protocol):
+class RoundScorer(Protocol):
     """Scores a proposal with the target model."""
 
     async def score(self, committed: list[int], proposal: Proposal) -> Scored:
@@ -59,8 +59,8 @@ class Scorer(Protocol):
 class RoundParts:
     """What a session plays its rounds with."""
 
-    drafter: Drafter
-    scorer: Scorer
+    drafter: RoundDrafter
+    scorer: RoundScorer
     rule: AcceptanceRule
     draft_length: DraftLength
 

@@ -9,9 +9,9 @@ from coordinator import metrics
 from coordinator.acceptance import AcceptanceRule
 from coordinator.draft import NoDrafter, SessionDrafter
 from coordinator.draft_length import DraftLength
-from coordinator.generation import Chunk, Generation, Round
+from coordinator.generation import CommittedChunk, Generation, Round
 from coordinator.rounds import RoundParts, run_rounds
-from coordinator.sessions import Session, SessionCancelled, SessionStore
+from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore
 from coordinator.target import SessionScorer
 from specdec.errors import UnavailableError
 from specdec.types import FinishReason, Statistics
@@ -54,7 +54,7 @@ class Ending:
 class RunningGeneration:
     """One generation and its followers."""
 
-    def __init__(self, session: Session, generation: Generation, store: SessionStore) -> None:
+    def __init__(self, session: SessionRecord, generation: Generation, store: SessionStore) -> None:
         self.session_id = session.session_id
         self.epoch = session.epoch
         self.generation = generation
@@ -102,7 +102,7 @@ class RunningGeneration:
         """Return whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
         return offset <= self._num_published and (not digest or digest == self.generation.digest_at(offset))
 
-    async def follow(self, offset: int) -> AsyncIterator[tuple[Chunk, Ending | None]]:
+    async def follow(self, offset: int) -> AsyncIterator[tuple[CommittedChunk, Ending | None]]:
         """Yield the completion from token `offset` on as it is committed; the last chunk comes with the ending.
 
         Raises what ended the rounds.

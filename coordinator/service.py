@@ -11,13 +11,13 @@ from coordinator.acceptance import RULES
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, OfferedDrafter, SessionDrafter
 from coordinator.draft_length import Costs, DraftLength
-from coordinator.generation import Chunk, Generation
+from coordinator.generation import CommittedChunk, Generation
 from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.running import Ending, RunningGeneration, WorkerHandles
-from coordinator.sessions import Session, SessionCancelled, SessionStore, Status
-from coordinator.streams import WorkerSession
+from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore, Status
+from coordinator.streams import SessionOpening
 from coordinator.target import SessionScorer, TargetWorkers
 from coordinator.text import StreamDetokenizer
 from specdec.errors import FencedError, SpecdecError, UnavailableError
@@ -43,7 +43,7 @@ class Workers:
 class StoredSession:
     """A session as the store has it, with its text."""
 
-    session: Session
+    session: SessionRecord
     sampling: SamplingParams
     text: str
     ending: Ending | None
@@ -81,7 +81,9 @@ class Coordinator:
         await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
         return plan.session_id
 
-    async def follow(self, session_id: str, offset: int, digest: bytes) -> AsyncGenerator[tuple[Chunk, Ending | None]]:
+    async def follow(
+        self, session_id: str, offset: int, digest: bytes
+    ) -> AsyncGenerator[tuple[CommittedChunk, Ending | None]]:
         """Yield the completion from token `offset` on, running the session here; the last chunk comes with the ending.
 
         Raises NotFoundError, OverloadedError, DataLossError if the store lacks what the client has, and the error of
@@ -148,13 +150,13 @@ class Coordinator:
             running.start(self._worker_handles(session, sampling, speculation))
         return running
 
-    async def _replayed(self, session: Session, sampling: SamplingParams) -> Generation:
+    async def _replayed(self, session: SessionRecord, sampling: SamplingParams) -> Generation:
         """Return a session's state; a long completion is replayed on a thread."""
         if len(session.emitted) <= INLINE_TOKENS:
             return self._generation(session, sampling)
         return await asyncio.to_thread(self._generation, session, sampling)
 
-    def _generation(self, session: Session, sampling: SamplingParams) -> Generation:
+    def _generation(self, session: SessionRecord, sampling: SamplingParams) -> Generation:
         """Return a session's state, its text replayed. Raises ModelMismatchError for tokens of another tokenizer."""
         model = self._model(session)
         self.capabilities.check_tokenizer(model)
@@ -169,15 +171,15 @@ class Coordinator:
             prompt_digest=session.prompt_digest,
         )
 
-    def _model(self, session: Session) -> ModelInfo:
+    def _model(self, session: SessionRecord) -> ModelInfo:
         """Return the target that a session's text belongs to."""
         return session.model or self.capabilities.target
 
     def _worker_handles(
-        self, session: Session, sampling: SamplingParams, speculation: SpeculationParams
+        self, session: SessionRecord, sampling: SamplingParams, speculation: SpeculationParams
     ) -> WorkerHandles:
         model = self._model(session)
-        worker_session = WorkerSession(
+        worker_session = SessionOpening(
             session.session_id, session.epoch, sampling, len(session.prompt), model.fingerprint
         )
         rule = RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN]
@@ -191,11 +193,13 @@ class Coordinator:
         costs = self._costs[name if offered else ""]  # a name that no worker has confirmed must not add an entry
         return WorkerHandles(scorer, drafter, rule, DraftLength(costs, maximum, speculation.num_draft_tokens))
 
-    def _scorer(self, session: WorkerSession, model: ModelInfo, offered: OfferedDrafter | None) -> SessionScorer:
+    def _scorer(self, session: SessionOpening, model: ModelInfo, offered: OfferedDrafter | None) -> SessionScorer:
         observations = offered.observations if offered else None
         return self._workers.target.open(session, model.vocab_size, observations, self.capabilities.ask_soon)
 
-    def _drafter(self, workers: DraftWorkers, session: WorkerSession, name: str, limits: DraftLimits) -> SessionDrafter:
+    def _drafter(
+        self, workers: DraftWorkers, session: SessionOpening, name: str, limits: DraftLimits
+    ) -> SessionDrafter:
         def note(error: SpecdecError) -> None:
             metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
             get_logger().warning("draft_unavailable", session_id=session.session_id, reason=error.reason)

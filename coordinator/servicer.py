@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from coordinator import metrics
-from coordinator.generation import Chunk, OutputToken
+from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.requests import known_session
 from coordinator.running import Ending
 from coordinator.service import Coordinator, StoredSession
@@ -82,7 +82,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 record.wrote(chunk, ending)
 
 
-def chunk_to_proto(session_id: str, chunk: Chunk, ending: Ending | None) -> pb.GenerateResponse:
+def chunk_to_proto(session_id: str, chunk: CommittedChunk, ending: Ending | None) -> pb.GenerateResponse:
     """Convert; the last chunk says how the session ended."""
     logprobs = [entry for emitted in chunk.emitted for entry in _logprobs_to_proto(emitted)]
     return pb.GenerateResponse(
@@ -143,7 +143,7 @@ class _Request:
     def __enter__(self) -> "_Request":
         return self
 
-    def wrote(self, chunk: Chunk, ending: Ending | None) -> None:
+    def wrote(self, chunk: CommittedChunk, ending: Ending | None) -> None:
         """Note a chunk that was sent."""
         self._ending = ending
         if not self._num_tokens and chunk.emitted:

@@ -34,7 +34,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SessionRecord:
     """What the store holds of a session."""
 
     session_id: str
@@ -109,11 +109,11 @@ class SessionStore:
         if await self._create(keys(session_id), arguments) == b"conflict":
             raise AlreadyExistsError("this request_id was used with other parameters; send a new request_id")
 
-    async def claim(self, session_id: str, served: ModelInfo | None = None) -> Session:
+    async def claim(self, session_id: str, served: ModelInfo | None = None) -> SessionRecord:
         """Take a session over and return it; without text it takes the model `served` now. Raises NotFoundError."""
         return await self._read(session_id, "1", pack_model(served))
 
-    async def read(self, session_id: str) -> Session:
+    async def read(self, session_id: str) -> SessionRecord:
         """Return a session as it is. Raises NotFoundError."""
         return await self._read(session_id, "0", b"")
 
@@ -149,7 +149,7 @@ class SessionStore:
             raise _not_found()
         return Status(status.decode())
 
-    async def _read(self, session_id: str, claim: str, model: bytes) -> Session:
+    async def _read(self, session_id: str, claim: str, model: bytes) -> SessionRecord:
         found = await self._claim(keys(session_id), [claim, self._ttl_ms, model])
         if not found:
             raise _not_found()
@@ -180,7 +180,7 @@ def _not_found() -> NotFoundError:
     return NotFoundError("there is no such session, or it has expired; begin a new one with Generate")
 
 
-def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs: bytes) -> Session:
+def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs: bytes) -> SessionRecord:
     entries = meta if isinstance(meta, Mapping) else dict(zip(meta[::2], meta[1::2], strict=True))
     all_tokens = unpack_tokens(tokens)
     split = int(entries[b"prompt_length"])
@@ -190,7 +190,7 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
     details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(completion)
     if len(details) != len(completion):
         raise DataLossError("the session store holds only part of this session's log probabilities; begin a new one")
-    return Session(
+    return SessionRecord(
         session_id=session_id,
         epoch=int(entries[b"epoch"]),
         status=Status(entries[b"status"].decode()),

@@ -23,7 +23,7 @@ LOST_STREAM = "a worker ended the session's stream"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSession:
+class SessionOpening:
     """What a worker is told of a session when a stream opens."""
 
     session_id: str

@@ -11,7 +11,7 @@ import grpc
 
 from coordinator import metrics
 from coordinator.rounds import Scored
-from coordinator.streams import DESCRIBE_TIMEOUT_S, WorkerSession, WorkerStream, answered, routing_metadata
+from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
 from specdec import messages
 from specdec.errors import ModelMismatchError, OverloadedError, SpecdecError, UnavailableError
 from specdec.exact import codec
@@ -39,7 +39,7 @@ class TargetWorkers:
 
     def open(
         self,
-        session: WorkerSession,
+        session: SessionOpening,
         vocab_size: int,
         observations: types_pb2.ObservationRequest | None = None,
         on_mismatch: Callable[[], None] = lambda: None,

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from specdec.exact.values import ObservationRequest, Observations, Proposal, Timing
 from specdec.serving.server import Server
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
 
 NO_TIME = Timing()
@@ -47,19 +47,19 @@ class Drafter(Protocol):
     model: ModelInfo  # without a vocabulary or a context length: any token and any length is accepted
     observations: ObservationRequest  # what the target is asked to observe for it
 
-    async def propose(self, session: Session, request: DraftRequest, match: bool) -> DraftResult:
+    async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft; a repeated call gives the same answer. `match` keeps what is held after `start` and is the same."""
         ...
 
-    def draft_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> None:
+    def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
         """Use the time until the next round; `proposal` has just been answered. Returns at once."""
         ...
 
-    def abandon(self, session: Session) -> None:
+    def abandon(self, session: WorkerSession) -> None:
         """Stop what `draft_ahead` began with this very `session`: its stream has ended."""
         ...
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: WorkerSession) -> None:
         """Free what is held of the session."""
         ...
 

@@ -10,9 +10,9 @@ from specdec.exact import codec
 from specdec.exact.values import Observations
 from specdec.serving.session_stream import (
     EpochFence,
-    Session,
     SessionRounds,
     SessionStream,
+    WorkerSession,
     serve_session,
     session_from_proto,
 )
@@ -58,7 +58,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class DraftRounds(SessionRounds):
     """One session at the draft worker."""
 
-    def __init__(self, session: Session, drafter: Drafter) -> None:
+    def __init__(self, session: WorkerSession, drafter: Drafter) -> None:
         super().__init__(session, drafter=drafter.name)
         self._drafter = drafter
         self._last: tuple[DraftRequest, DraftResult] | None = None
@@ -125,7 +125,7 @@ def _observations(message: draft_pb2.Propose) -> Observations:
     return observations
 
 
-def _report(drafter: Drafter, session: Session, request: DraftRequest, result: DraftResult) -> None:
+def _report(drafter: Drafter, session: WorkerSession, request: DraftRequest, result: DraftResult) -> None:
     get_logger().debug(
         "round_drafted",
         session_id=session.session_id,

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
 from specdec.exact.prefix import num_equal
 from specdec.exact.values import Observations, Proposal, Timing
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
 
 MAX_HELD_TOKENS = 1 << 20  # of all sessions; an indexed token takes up to 600 bytes
@@ -57,14 +57,14 @@ class TextDrafter(Generic[TextT]):
         self._num_unchecked = 0  # tokens added since the last count
         self._held: OrderedDict[str, _Held[TextT]] = OrderedDict()  # least recently used first
 
-    def draft(self, session: Session, text: TextT, num_draft_tokens: int) -> Proposal:
+    def draft(self, session: WorkerSession, text: TextT, num_draft_tokens: int) -> Proposal:
         """Return a proposal of at most `num_draft_tokens` tokens that continues `text`."""
         raise NotImplementedError
 
     def observe(self, text: TextT, observations: Observations) -> None:
         """Take in what the target observed."""
 
-    async def propose(self, session: Session, request: DraftRequest, match: bool) -> DraftResult:
+    async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft at most K tokens; hold the committed tokens."""
         began_s = time.perf_counter()
         held = self._hold(session)
@@ -79,7 +79,7 @@ class TextDrafter(Generic[TextT]):
         self._evict(len(request.tokens))
         return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
 
-    def _hold(self, session: Session) -> _Held[TextT]:
+    def _hold(self, session: WorkerSession) -> _Held[TextT]:
         held = self._held.setdefault(session.session_id, _Held(self._new_text()))
         self._held.move_to_end(session.session_id)
         return held
@@ -100,13 +100,13 @@ class TextDrafter(Generic[TextT]):
             _, held = self._held.popitem(last=False)
             num_tokens -= len(held.text.tokens)
 
-    def draft_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> None:
+    def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
         """Do nothing: a lookup costs nothing."""
 
-    def abandon(self, session: Session) -> None:
+    def abandon(self, session: WorkerSession) -> None:
         """Do nothing: nothing is under way."""
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: WorkerSession) -> None:
         """Free the session's text."""
         self._held.pop(session.session_id, None)
 

@@ -16,7 +16,7 @@ from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw_dense, drop_padding, is_finite, next_token_distributions
 from specdec.exact.tree import chain_parents, children_of, path_to, union
 from specdec.exact.values import ObservationRequest, Observations, PositionLogprobs, Scores, TargetDistribution
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 from target_service.metrics import METRICS
 
 
@@ -56,7 +56,7 @@ class Watch:
 class ScoreTask(Task[Scores]):
     """One session's round in the engine: logits at the last committed token and at the N draft tokens."""
 
-    def __init__(self, session: Session, given: ScoreRound, watch: Watch, match: bool) -> None:
+    def __init__(self, session: WorkerSession, given: ScoreRound, watch: Watch, match: bool) -> None:
         num_draft_tokens = len(given.draft_tokens)
         super().__init__(
             session.session_id,
@@ -105,7 +105,7 @@ class Scorer:
         self._vocab_size = vocab_size
         self._observation_window = observation_window
 
-    def task(self, session: Session, given: ScoreRound, request: ObservationRequest, match: bool) -> ScoreTask:
+    def task(self, session: WorkerSession, given: ScoreRound, request: ObservationRequest, match: bool) -> ScoreTask:
         """Return the engine's task for one round; `match` keeps all cached tokens that are the same."""
         return ScoreTask(session, given, Watch(request, self._observation_window if request else 0), match)
 

@@ -11,9 +11,9 @@ from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import (
     EpochFence,
-    Session,
     SessionRounds,
     SessionStream,
+    WorkerSession,
     serve_session,
     session_from_proto,
 )
@@ -46,7 +46,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         session = session_from_proto(opening.session, self._model.vocab_size)
         return ScoreRounds(session, self, self._observation_request(opening))
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: WorkerSession) -> None:
         """Free a session's cache."""
         self._engine.forget(session.session_id)
 
@@ -57,7 +57,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
     async def score(
-        self, session: Session, message: target_pb2.Score, request: ObservationRequest, match: bool
+        self, session: WorkerSession, message: target_pb2.Score, request: ObservationRequest, match: bool
     ) -> target_pb2.ScoreResponse:
         """Score one round; `match` keeps cached tokens after `start` that are the same."""
         given = self._checked(message)
@@ -105,7 +105,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         except codec.MalformedReply as error:
             raise InvalidArgumentError({"open.observations": f"ask for too much: {error}"}) from None
 
-    def _report(self, session: Session, given: ScoreRound, task: ScoreTask) -> None:
+    def _report(self, session: WorkerSession, given: ScoreRound, task: ScoreTask) -> None:
         METRICS.observe_round(len(given.draft_tokens) + 1, task.timings)
         get_logger().debug(
             "round_scored",
@@ -126,7 +126,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 class ScoreRounds(SessionRounds):
     """One session at the target worker."""
 
-    def __init__(self, session: Session, servicer: TargetServicer, request: ObservationRequest) -> None:
+    def __init__(self, session: WorkerSession, servicer: TargetServicer, request: ObservationRequest) -> None:
         super().__init__(session)
         self._servicer = servicer
         self._request = request

@@ -20,7 +20,7 @@ from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import draw
 from specdec.exact.values import ObservationRequest, Observations, Proposal, SparseDistribution, one_hot
 from specdec.serving.server import Server
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 
 SUPPORT_MAX = 3
 NUM_DRAWN_SIBLINGS = 2
@@ -68,7 +68,7 @@ class ToyTreeDrafter(TextDrafter[BigramText]):
         for offset, top in enumerate(observations.top_tokens):
             text.predicted[text.tokens[observations.start + offset]] = int(np.frombuffer(top, "<u4")[0])
 
-    def draft(self, session: Session, text: BigramText, num_draft_tokens: int) -> Proposal:
+    def draft(self, session: WorkerSession, text: BigramText, num_draft_tokens: int) -> Proposal:
         """Return a tree. How many children a position gets is decided before any of them is drawn."""
         draws = uniforms(session.seed, len(text.tokens), num_draft_tokens, Purpose.DRAFT)
         tokens: list[int] = []

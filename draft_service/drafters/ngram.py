@@ -13,7 +13,7 @@ from draft_service.drafter import DrafterKind
 from draft_service.session_texts import MAX_HELD_TOKENS, TextDrafter
 from specdec.exact.values import Proposal, one_hot
 from specdec.serving.server import Server
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 
 
 class NgramSettings(BaseModel):
@@ -90,7 +90,7 @@ class NgramDrafter(TextDrafter[SuffixIndex]):
     def __init__(self, shortest: int, longest: int, max_held_tokens: int = MAX_HELD_TOKENS) -> None:
         super().__init__("ngram", lambda: SuffixIndex(shortest, longest), max_held_tokens)
 
-    def draft(self, session: Session, text: SuffixIndex, num_draft_tokens: int) -> Proposal:
+    def draft(self, session: WorkerSession, text: SuffixIndex, num_draft_tokens: int) -> Proposal:
         """Return a chain of at most `num_draft_tokens` tokens."""
         tokens = tuple(text.continuation(num_draft_tokens))
         return Proposal(tokens, tuple(map(one_hot, tokens)))

@@ -16,11 +16,11 @@ from typing import Any
 from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
 from draft_service.metrics import METRICS, count_ahead
 from draft_service.model.tasks import NOTHING, GuessTask, ProposeTask
-from specdec.engine import CacheMiss, EngineError, EngineLoop, Timings
+from specdec.engine import CacheMiss, EngineError, EngineLoop, TaskTimes
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.values import Proposal, Timing
 from specdec.serving.model_worker import run_task
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
 
 
@@ -28,12 +28,12 @@ from specdec.types import ModelInfo
 class Ahead:
     """A round that was drafted, or begun, before anybody asked for it."""
 
-    session: Session
+    session: WorkerSession
     accepted: tuple[int, ...]  # draft tokens of the round before, as far as `request` does not have them
     request: DraftRequest
     proposal: Proposal
 
-    def answers(self, session: Session, request: DraftRequest) -> bool:
+    def answers(self, session: WorkerSession, request: DraftRequest) -> bool:
         """Return whether this is the round that is asked for: the same text, however much of it the request repeats."""
         if session != self.session or request.committed_length != self.request.committed_length:
             return False
@@ -50,10 +50,12 @@ class ModelDrafter:
         self.model = model
         self._engine = engine
         self._drafts_ahead = drafts_ahead
-        self._ahead: dict[str, tuple[Session, asyncio.Task[Ahead | None]]] = {}  # by session id; the stream's Session
+        self._ahead: dict[
+            str, tuple[WorkerSession, asyncio.Task[Ahead | None]]
+        ] = {}  # by session id; the stream's WorkerSession
         self._num_asking = 0
 
-    async def propose(self, session: Session, request: DraftRequest, match: bool) -> DraftResult:
+    async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft K tokens, fewer where the context ends; hold the committed tokens and all draft tokens but the last."""
         began_s = time.perf_counter()
         request = self._within_context(request)
@@ -61,7 +63,7 @@ class ModelDrafter:
         try:
             begun = await self._begun(session, request)
             if request.num_draft_tokens and len(begun) == request.num_draft_tokens:
-                proposal, timings = begun, Timings(total_s=time.perf_counter() - began_s)
+                proposal, timings = begun, TaskTimes(total_s=time.perf_counter() - began_s)
             else:
                 task = ProposeTask(session, request, match, begun)
                 proposal, timings = await run_task(self._engine, task), task.timings
@@ -78,7 +80,7 @@ class ModelDrafter:
         room = max(0, self.model.context_length + 1 - request.committed_length)
         return replace(request, num_draft_tokens=min(request.num_draft_tokens, room))
 
-    async def _begun(self, session: Session, request: DraftRequest) -> Proposal:
+    async def _begun(self, session: WorkerSession, request: DraftRequest) -> Proposal:
         """Return what was drafted ahead of this round; whatever it is, it is not used again."""
         _, running = self._ahead.pop(session.session_id, (None, None))
         ahead = await running if running else None
@@ -89,13 +91,13 @@ class ModelDrafter:
         tokens, drawn_from = ahead.proposal.tokens, ahead.proposal.distributions
         return Proposal(tokens[: request.num_draft_tokens], drawn_from[: request.num_draft_tokens]) if hit else NOTHING
 
-    def draft_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> None:
+    def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
         """Draft the round that would follow `proposal`, unless somebody is asking now. Returns at once."""
         if self._drafts_ahead and proposal and not self._num_asking:
             drafting = self._drafted_ahead(session, request, proposal)
             self._ahead[session.session_id] = session, asyncio.create_task(drafting)
 
-    async def _drafted_ahead(self, session: Session, request: DraftRequest, proposal: Proposal) -> Ahead | None:
+    async def _drafted_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> Ahead | None:
         """Guess the closing token and draft after it until a session asks; None if nothing was drafted."""
         *accepted, last = proposal.tokens  # the last one was not fed
         num_committed, start = request.committed_length, request.committed_length + len(accepted)
@@ -116,13 +118,13 @@ class ModelDrafter:
         """Return whether any session waits for its draft; called on the engine thread too."""
         return self._num_asking > 0
 
-    def abandon(self, session: Session) -> None:
+    def abandon(self, session: WorkerSession) -> None:
         """Stop drafting ahead for a stream that has ended, not for another one of the same session."""
         owner, running = self._ahead.get(session.session_id, (None, None))
         if running and owner is session:
             del self._ahead[session.session_id]
             running.cancel()
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: WorkerSession) -> None:
         """Free the session's cache."""
         self._engine.forget(session.session_id)

@@ -11,7 +11,7 @@ from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draft_distributions, draw
 from specdec.exact.values import Proposal, SparseDistribution
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 
 NOTHING = Proposal()
 
@@ -25,7 +25,7 @@ class ProposeTask(Task[Proposal]):
 
     def __init__(
         self,
-        session: Session,
+        session: WorkerSession,
         request: DraftRequest,
         match: bool,
         begun: Proposal = NOTHING,

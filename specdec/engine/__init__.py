@@ -9,7 +9,7 @@ from specdec.engine.loop import EngineLoop, Load, Processor
 from specdec.engine.model import LanguageModel
 from specdec.engine.pool import LayerShape
 from specdec.engine.sequence import Sequence
-from specdec.engine.task import Submission, Task, TaskState, Timings
+from specdec.engine.task import Submission, Task, TaskState, TaskTimes
 
 __all__ = [
     "CacheFull",
@@ -30,6 +30,6 @@ __all__ = [
     "Submission",
     "Task",
     "TaskState",
-    "Timings",
+    "TaskTimes",
     "load_language_model",
 ]

@@ -32,7 +32,7 @@ class TaskState(Enum):
 
 
 @dataclass(slots=True)
-class Timings:
+class TaskTimes:
     """Where a task's time went, in seconds."""
 
     queue_s: float = 0.0  # from arrival to its first forward
@@ -78,7 +78,7 @@ class Task(Generic[ResultT]):
         self.hidden_layers = hidden_layers
         self.num_observed = num_observed
         self.hidden_states: torch.Tensor | None = None  # [num_observed, len(hidden_layers), hidden_size]
-        self.timings = Timings()
+        self.timings = TaskTimes()
         self.state = TaskState.NEW
         self._observed: list[torch.Tensor] = []
         self._first_claim = (tuple(tokens), num_rows, parents)

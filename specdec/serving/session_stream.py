@@ -23,7 +23,7 @@ MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; the least recent is forgotten f
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class WorkerSession:
     """What a worker is told of a session when a stream opens."""
 
     session_id: str
@@ -39,10 +39,10 @@ class Session:
         return seed
 
 
-def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None) -> Session:
+def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None) -> WorkerSession:
     """Check a stream's first message. Raises InvalidArgumentError."""
     sampling = check_open(message, vocab_size)
-    return Session(message.session_id, message.epoch, sampling, message.num_prompt_tokens)
+    return WorkerSession(message.session_id, message.epoch, sampling, message.num_prompt_tokens)
 
 
 class EpochFence:
@@ -52,7 +52,7 @@ class EpochFence:
         self._epochs: OrderedDict[str, int] = OrderedDict()  # least recently heard of first
         self._max_sessions = max_sessions
 
-    def check(self, session: Session) -> None:
+    def check(self, session: WorkerSession) -> None:
         """Take note of the session's epoch. Raises FencedError if a higher one has come."""
         highest = self._epochs.get(session.session_id, 0)
         if session.epoch < highest:
@@ -99,7 +99,7 @@ class SessionStream:
 class SessionRounds(ABC):
     """What a worker does for one session while its stream is open."""
 
-    def __init__(self, session: Session, **facts: str) -> None:
+    def __init__(self, session: WorkerSession, **facts: str) -> None:
         self.session = session
         self.facts = facts  # that belong into the log beside the session
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from specdec.engine import EngineLoop, Timings
+from specdec.engine import EngineLoop, TaskTimes
 from specdec.serving.telemetry import LATENCY_BUCKETS_S
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -37,7 +37,7 @@ class WorkerMetrics:
         """Count one batch."""
         self._batch.observe(num_sessions)
 
-    def observe_round(self, num_tokens: int, timings: Timings) -> None:
+    def observe_round(self, num_tokens: int, timings: TaskTimes) -> None:
         """Count one session's round."""
         self._tokens.inc(num_tokens)
         self._queue_s.observe(timings.queue_s)

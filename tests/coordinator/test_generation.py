@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.generation import Chunk, Generation, Limits, OutputToken, Round, chain
+from coordinator.generation import CommittedChunk, Generation, Limits, OutputToken, Round, chain
 from specdec.exact.values import PositionLogprobs, Proposal, Scores, TargetDistribution, Verdict, one_hot
 from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
@@ -208,7 +208,7 @@ def played(tokens: list[int], sizes: list[int], stops: tuple[str, ...], *, ignor
     return state
 
 
-def whole(state: Generation) -> Chunk:
+def whole(state: Generation) -> CommittedChunk:
     return state.chunk(0, len(state.emitted))
 
 

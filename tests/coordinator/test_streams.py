@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator.streams import WorkerSession
+from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers
 from specdec.channel import open_channel
 from specdec.errors import FencedError, UnavailableError
@@ -21,7 +21,7 @@ from specdec.types import SamplingParams
 from specdec.v1 import target_pb2, target_pb2_grpc
 from target_service.settings import TargetSettings
 
-SESSION = WorkerSession("session", 3, SamplingParams(seed=1), 2)
+SESSION = SessionOpening("session", 3, SamplingParams(seed=1), 2)
 Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from coordinator.draft import OfferedDrafter
-from coordinator.generation import Chunk, chain
+from coordinator.generation import CommittedChunk, chain
 from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
@@ -17,7 +17,7 @@ from coordinator.rounds import Scored
 from coordinator.running import Ending
 from coordinator.service import Coordinator, Workers
 from coordinator.sessions import SessionStore
-from coordinator.streams import WorkerSession
+from coordinator.streams import SessionOpening
 from specdec import messages
 from specdec.exact.values import Proposal
 from specdec.types import ModelInfo, SamplingParams
@@ -86,7 +86,7 @@ class ToyWorkers:
         handles: list[Scorer | Drafter] = [*self.scorers, *self.drafters]
         return [(handle.num_closed, handle.num_abandoned) for handle in handles]
 
-    def open(self, session: WorkerSession, *rest: object) -> Any:
+    def open(self, session: SessionOpening, *rest: object) -> Any:
         """Return a scorer to the one who asks for a target's, a drafter to the one who asks for a draft's."""
         return self._drafter() if isinstance(rest[0], str) else self._scorer()
 
@@ -143,10 +143,10 @@ class ToyCoordinator(Coordinator):
         return [entry.token for entry in (await self.store.read(session_id)).emitted]
 
 
-Chunks = AsyncGenerator[tuple[Chunk, Ending | None]]
+Chunks = AsyncGenerator[tuple[CommittedChunk, Ending | None]]
 
 
-def tokens_of(chunk: Chunk) -> list[int]:
+def tokens_of(chunk: CommittedChunk) -> list[int]:
     return [entry.token for entry in chunk.emitted]
 
 
@@ -169,7 +169,7 @@ async def take(chunks: Chunks, count: int) -> list[int]:
     return (await take_last(chunks, count))[0]
 
 
-async def take_last(chunks: Chunks, count: int) -> tuple[list[int], Chunk]:
+async def take_last(chunks: Chunks, count: int) -> tuple[list[int], CommittedChunk]:
     """Read chunks until there are at least so many tokens; return them and the last chunk."""
     tokens: list[int] = []
     while len(tokens) < count:

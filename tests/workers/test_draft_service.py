@@ -28,7 +28,7 @@ from specdec.exact.sampling import SamplingContext, draw, next_token_distributio
 from specdec.exact.values import Proposal, SparseDistribution
 from specdec.serving import session_stream
 from specdec.serving.model_worker import load_model, new_engine
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2 as pb
 from specdec.v1 import draft_pb2_grpc, types_pb2
@@ -231,7 +231,7 @@ async def test_takeovers_reuse_the_cache_until_close(
 def test_a_restarted_task_discards_its_draft() -> None:
     """Its sequence was evicted in mid-draft: the engine prepares it again."""
     cache = KvCache(ContiguousPool([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8))
-    task = ProposeTask(Session("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), match=False)
+    task = ProposeTask(WorkerSession("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), match=False)
     task.sequence = cache.open("s")
     task.prepare()
     task.sequence.reserve(2)
@@ -372,7 +372,7 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
     drafter = ModelDrafter(engine, info, drafts_ahead=True)
     engine.start()
     try:
-        first, second = (Session(name, 1, PLAIN, len(PROMPT)) for name in ("first", "second"))
+        first, second = (WorkerSession(name, 1, PLAIN, len(PROMPT)) for name in ("first", "second"))
         ask = DraftRequest(0, PROMPT, 8)
         drafted = await drafter.propose(first, ask, match=False)
         asking = asyncio.create_task(drafter.propose(second, ask, match=False))
@@ -413,7 +413,7 @@ async def test_a_stream_fenced_while_writing_drafts_nothing_ahead() -> None:
     asked_ahead: list[int] = []
 
     class Recorder(NgramDrafter):
-        def draft_ahead(self, session: Session, ask: DraftRequest, proposal: Proposal) -> None:
+        def draft_ahead(self, session: WorkerSession, ask: DraftRequest, proposal: Proposal) -> None:
             asked_ahead.append(session.epoch)
 
     class Context:
@@ -443,7 +443,7 @@ async def test_a_stream_fenced_while_writing_drafts_nothing_ahead() -> None:
 async def test_drafting_ahead_stops_after_the_current_forward() -> None:
     """It returns what is drafted so far, which a later request can continue."""
     cache, asked = KvCache(ContiguousPool([LayerShape(1, 1, 1)], num_bytes=1 << 12, block_tokens=8)), False
-    task = ProposeTask(Session("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), False, interrupted=lambda: asked)
+    task = ProposeTask(WorkerSession("s", 1, PLAIN, 2), DraftRequest(0, [1, 2], 3), False, interrupted=lambda: asked)
     task.submit(Submission(1))
     task.sequence = cache.open("s")
     task.prepare()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from draft_service.drafter import DraftRequest, DraftResult
 from draft_service.drafters.ngram import NgramDrafter, SuffixIndex
-from specdec.serving.session_stream import Session
+from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -77,7 +77,7 @@ def test_truncation_leaves_no_trace(edits: list[tuple[int, list[int]]]) -> None:
 async def ask(drafter: NgramDrafter, name: str, start: int, tokens: Sequence[int], count: int = 3) -> DraftResult:
     """Play one round."""
     return await drafter.propose(
-        Session(name, 1, SamplingParams(seed=1), 0), DraftRequest(start, tokens, count), match=False
+        WorkerSession(name, 1, SamplingParams(seed=1), 0), DraftRequest(start, tokens, count), match=False
     )
 
 
@@ -108,7 +108,7 @@ async def test_sessions_are_separate_and_forget_frees_them() -> None:
     drafter = NgramDrafter(1, 4)
     await ask(drafter, "a", 0, [1, 2, 3])
     assert (await ask(drafter, "b", 0, [1])).proposal.tokens == ()
-    drafter.forget(Session("a", 1, SamplingParams(seed=1), 0))
+    drafter.forget(WorkerSession("a", 1, SamplingParams(seed=1), 0))
     assert (await ask(drafter, "a", 3, [1])).cached_len == 0
 
 

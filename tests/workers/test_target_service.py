@@ -23,7 +23,7 @@ from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.values import ObservationRequest, Proposal, Scores, SparseDistribution
 from specdec.serving.model_worker import eos_token_ids, running
 from specdec.serving.server import Server, serving
-from specdec.serving.session_stream import EpochFence, Session
+from specdec.serving.session_stream import EpochFence, WorkerSession
 from specdec.serving.tokenizer import TokenizerMissing, fingerprint, load_tokenizer
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
@@ -321,8 +321,8 @@ async def test_closing_a_fenced_stream_frees_nothing(channel: grpc.aio.Channel, 
 def test_the_fence_forgets_the_least_recent_sessions() -> None:
     claims = EpochFence(max_sessions=2)
 
-    def session(name: str, epoch: int) -> Session:
-        return Session(name, epoch, PLAIN, 0)
+    def session(name: str, epoch: int) -> WorkerSession:
+        return WorkerSession(name, epoch, PLAIN, 0)
 
     for name, epoch in (("a", 5), ("b", 5), ("a", 5), ("c", 5)):
         claims.check(session(name, epoch))
@@ -365,7 +365,7 @@ def test_non_finite_logits_fail_only_their_session(monkeypatch: pytest.MonkeyPat
     logits[3, 17] = math.nan
     scorer = Scorer(NUM_TOKENS, observation_window=8)
     given = ScoreRound(0, [5], [7], [[7, 8]])
-    tasks = [scorer.task(Session(name, 1, PLAIN, 1), given, ObservationRequest(), match=False) for name in "abc"]
+    tasks = [scorer.task(WorkerSession(name, 1, PLAIN, 1), given, ObservationRequest(), match=False) for name in "abc"]
     scorer(tasks, logits)
     assert list(finished) == [tasks[0], tasks[2]]
     assert list(failed) == [tasks[1]]
