@@ -21,7 +21,7 @@ CONSTRAINTS = (REPOSITORY / "constraints.txt").read_text()
 
 
 def dry_build(text: str, folder: Path, **arguments: str) -> DryBuild:
-    """Return all images built with stand-ins. Raises BuildFailed."""
+    """Return all images built with fakes. Raises BuildFailed."""
     build = DryBuild(Dockerfile(text), REPOSITORY, folder, **arguments)
     for name in IMAGES:
         build.build(name)

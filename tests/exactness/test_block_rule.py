@@ -23,7 +23,7 @@ from tests.support.enumeration import (
     History,
     Note,
     Pair,
-    Play,
+    RoundOutcome,
     expected_accepted,
     prob_of,
     target_text_distribution,
@@ -128,12 +128,12 @@ def configurations(num_draft_tokens: int, distributions: str) -> list[Configurat
 
 def assert_exact_and_never_worse(drafter: StoppingDrafter, num_draft_tokens: int, history: History = (0,)) -> None:
     """Assert that a round has the target's distribution, and the accepted lengths that the formulas give."""
-    plays = list(drafter.plays(history, num_draft_tokens))
-    distribution = drafter.continued_distribution(history, plays, num_draft_tokens + 1)
+    outcomes = list(drafter.outcomes(history, num_draft_tokens))
+    distribution = drafter.continued_distribution(history, outcomes, num_draft_tokens + 1)
     assert distribution == target_text_distribution(drafter.pair, history, num_draft_tokens + 1)
-    accepted = expected_accepted(plays)
+    accepted = expected_accepted(outcomes)
     assert accepted == drafter.ratio_products(history, num_draft_tokens, block_weight)
-    by_token = expected_accepted(replace(drafter, rule=TokenRule()).plays(history, num_draft_tokens))
+    by_token = expected_accepted(replace(drafter, rule=TokenRule()).outcomes(history, num_draft_tokens))
     assert by_token == drafter.ratio_products(history, num_draft_tokens, token_weight)
     assert accepted >= by_token
 
@@ -157,7 +157,7 @@ def test_the_block_rule_accepts_more() -> None:
     """Not only never fewer: the gain in tokens a round on one pair."""
     block = StoppingDrafter(sparse_markov_pair(3), BlockRule())
     token = replace(block, rule=TokenRule())
-    gain = (1 + expected_accepted(block.plays((0,), 3))) / (1 + expected_accepted(token.plays((0,), 3)))
+    gain = (1 + expected_accepted(block.outcomes((0,), 3))) / (1 + expected_accepted(token.outcomes((0,), 3)))
     print(f"tokens a round at K = 3: {float(gain):.4f} times the token rule's")
     assert gain > Fraction(102, 100)
 
@@ -165,9 +165,9 @@ def test_the_block_rule_accepts_more() -> None:
 # ---- several rounds
 
 
-def last_accepted(play: Play) -> Note:
+def last_accepted(outcome: RoundOutcome) -> Note:
     """Note how many tokens were accepted, and which were drafted, rejected ones too."""
-    return play.verdict.num_accepted, play.proposal.tokens
+    return outcome.verdict.num_accepted, outcome.proposal.tokens
 
 
 def length_from_note(history: History, note: Note) -> int:

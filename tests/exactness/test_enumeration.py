@@ -133,13 +133,13 @@ def test_target_remains_where_rounding_left_no_residual() -> None:
 def test_the_probabilities_of_plays_sum_to_one() -> None:
     """Of the production rules on every pair above."""
     for rule in (TokenRule(), BlockRule()):
-        assert sum(play.probability for play in Enumeration(SPARSE, rule).plays((0,), 2)) == 1
+        assert sum(outcome.probability for outcome in Enumeration(SPARSE, rule).outcomes((0,), 2)) == 1
 
 
 def test_only_uniforms_that_are_read_are_branched_on() -> None:
-    """After the first rejection nothing is tested: far fewer plays than combinations of uniforms."""
+    """After the first rejection nothing is tested: far fewer outcomes than combinations of uniforms."""
     proposals = 4**3
-    assert len(list(Enumeration(WHOLE).plays((0,), 3))) < 4 * proposals
+    assert len(list(Enumeration(WHOLE).outcomes((0,), 3))) < 4 * proposals
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ class WrongThresholds(TokenRule):
 def test_wrong_thresholds_are_noticed() -> None:
     """Decisions must be constant between the thresholds, at the ends too."""
     with pytest.raises(AssertionError, match="between the thresholds"):
-        list(Enumeration(WHOLE, WrongThresholds()).plays((0,), 1))
+        list(Enumeration(WHOLE, WrongThresholds()).outcomes((0,), 1))
 
 
 def test_inclusive_acceptance_is_noticed() -> None:
-    """A test u q <= p differs at a single uniform only: the beginning of a stretch."""
+    """A test u q <= p differs at a single uniform only: the beginning of an interval."""
     with pytest.raises(AssertionError, match="between the thresholds"):
-        list(AcceptsInclusively(WHOLE).plays((0,), 1))
+        list(AcceptsInclusively(WHOLE).outcomes((0,), 1))
 
 
 def test_total_variation_is_half_the_differences() -> None:

@@ -1,4 +1,4 @@
-"""Each planted mistake is rejected by the check that is there for it; the production code passes that same check."""
+"""Each planted bug is rejected by its check; the production code passes the same check."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -24,14 +24,14 @@ from tests.support.enumeration import Enumeration, target_text_distribution, tot
 from tests.support.toys import (
     NUM_TOKENS,
     PROMPT,
-    Ledger,
+    DrawRecorder,
     ToyDrafter,
     ToyModel,
     ToyScorer,
     TreeDrafter,
+    generate_text,
     markov_logits,
     num_redrawn,
-    play,
     random_distributions,
 )
 
@@ -122,7 +122,7 @@ REJECT_BELOW = 1e-6
 
 @dataclass(frozen=True)
 class Loop:
-    """The real loop with parts to plant mistakes in."""
+    """The real loop with replaceable parts."""
 
     drafter: type[ToyDrafter] = ToyDrafter
     scorer: type[ToyScorer] = ToyScorer
@@ -142,7 +142,7 @@ class Loop:
     async def text(self, draft: ToyModel, target: ToyModel, seed: int) -> History:
         """Generate once."""
         drafter, scorer = self.drafter(draft, seed), self.scorer(target, seed)
-        return (await play(drafter, scorer, self.draft_length(drafter), self.num_tokens, self.rule)).tokens
+        return (await generate_text(drafter, scorer, self.draft_length(drafter), self.num_tokens, self.rule)).tokens
 
     def draft_length(self, drafter: ToyDrafter) -> DraftLength:
         """Choose a fixed K; a drafter that remembers chooses its own."""
@@ -195,7 +195,7 @@ def test_chi_square_passes_the_real_loop(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_chi_square_rejects(name: str) -> None:
-    """A drafter, a scorer or a rule with a mistake, in the real loop."""
+    """A drafter, a scorer or a rule with a bug, in the real loop."""
     result = LOOPS[name].judged()
     print(f"{name}: {result}")
     assert result.p_value < REJECT_BELOW
@@ -205,7 +205,7 @@ def test_chi_square_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) ->
     """K chosen from rejected tokens is exact with keys by round, and biased where keys by position come again."""
     loop = Loop(loop_mutants.RememberingDrafter, num_tokens=5, num_judged=2, num_generations=4_000)
     assert loop.judged().p_value > REJECT_BELOW
-    Ledger(key_of=loop_mutants.by_position).installed(monkeypatch)
+    DrawRecorder(key_of=loop_mutants.by_position).installed(monkeypatch)
     result = loop.judged()
     print(f"keys by position: {result}")
     assert result.p_value < REJECT_BELOW
@@ -214,10 +214,10 @@ def test_chi_square_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) ->
 # ---- keys
 
 
-def num_repeated(ledger: Ledger, loop: Loop) -> int:
+def num_repeated(recorder: DrawRecorder, loop: Loop) -> int:
     """Return how many draws of whole generations used a key that was used before."""
     asyncio.run(loop.texts())
-    return len(ledger.entries) - len(set(ledger.entries))
+    return len(recorder.entries) - len(set(recorder.entries))
 
 
 def long_loop(drafter: type[ToyDrafter] = ToyDrafter, scorer: type[ToyScorer] = ToyScorer) -> Loop:
@@ -228,7 +228,7 @@ def long_loop(drafter: type[ToyDrafter] = ToyDrafter, scorer: type[ToyScorer] = 
 @pytest.mark.parametrize("drafter", [ToyDrafter, TreeDrafter])
 def test_the_ledger_passes_the_real_loop(drafter: type[ToyDrafter], monkeypatch: pytest.MonkeyPatch) -> None:
     """No key comes twice."""
-    assert num_repeated(Ledger().installed(monkeypatch), long_loop(drafter)) == 0
+    assert num_repeated(DrawRecorder().installed(monkeypatch), long_loop(drafter)) == 0
 
 
 @pytest.mark.parametrize(
@@ -242,9 +242,9 @@ def test_the_ledger_passes_the_real_loop(drafter: type[ToyDrafter], monkeypatch:
 )
 def test_the_ledger_rejects_draws_that_share_keys(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two purposes, or two siblings, under one key; of the second, no statistic could tell."""
-    assert num_repeated(Ledger().installed(monkeypatch), loop) > 0
+    assert num_repeated(DrawRecorder().installed(monkeypatch), loop) > 0
 
 
 def test_the_ledger_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rejected draft was drawn with is drawn with again."""
-    assert num_repeated(Ledger(key_of=loop_mutants.by_position).installed(monkeypatch), long_loop()) > 0
+    assert num_repeated(DrawRecorder(key_of=loop_mutants.by_position).installed(monkeypatch), long_loop()) > 0
