@@ -1,7 +1,7 @@
 """Through the real loop, the text has the target's distribution, and drafts are accepted as often as expected.
 
 A joint chi-square over the first four tokens sees a total variation of 0.02 to 0.03 at 20,000 generations; smaller
-mistakes are the enumerations' to find.
+bugs are for the enumerations to find.
 """
 
 import asyncio
@@ -137,7 +137,7 @@ def results(name: str) -> list[GenerationResult]:
 
 
 def judged(name: str) -> Agreement:
-    """Return how the generated texts agree with the target's distribution, which the toys have no part in."""
+    """Return how the generated texts agree with the target's distribution, computed independently of the toys."""
     case = CASES[name]
     texts = [result.tokens[:NUM_TOKENS] for result in results(name)]
     logits = markov_logits(SEED_OF_TARGET).numpy()
@@ -273,7 +273,7 @@ def test_trees_accept_more_than_one_draft() -> None:
 
 
 def test_automatic_draft_length_tries_several() -> None:
-    """The case above is worth its name."""
+    """The automatic K of the case above varies."""
     for name in ("automatic K", "block, automatic K", "trees, automatic K"):
         assert len({result.num_drafted for result in results(name)}) > 1
     assert {result.num_drafted for result in results("lost drafter")} >= {0, 1, 3}
@@ -307,7 +307,7 @@ async def test_lost_observations_only_cost_acceptance() -> None:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> DrawRecorder:
-    """Note every draw of the production code and the toys."""
+    """Record every draw of the production code and the toys."""
     return DrawRecorder().installed(monkeypatch)
 
 
@@ -336,7 +336,7 @@ async def test_no_key_is_consumed_twice(name: str, recorder: DrawRecorder) -> No
 
 @pytest.mark.parametrize("name", ["K = 3", "trees"])
 async def test_repeated_calls_decide_the_same(name: str) -> None:
-    """A proposal or a score asked for again is the one that was lost."""
+    """A repeated call returns the lost proposal or score."""
     case = CASES[name]
     draft, target = case.models()
     drafter, scorer = case.drafter(draft, 5), case.scorer(target, 5)
@@ -362,7 +362,7 @@ def test_the_shipped_distribution_is_the_drawn_one() -> None:
         assert (tuple(decoded.token_ids), tuple(decoded.probs)) == (tuple(one.token_ids), tuple(one.probs))
 
 
-def test_distributions_of_every_peakedness_are_tried() -> None:
+def test_distributions_of_every_entropy_are_tested() -> None:
     """The test above sees single tokens and full supports."""
     sizes = {len(each.token_ids) for each in random_distributions(300)}
     assert {1, 64} <= sizes

@@ -130,7 +130,7 @@ def test_the_full_tree_of_three_levels() -> None:
 @pytest.mark.parametrize("size", [3, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_of_several_rounds_of_trees(way: str, size: int) -> None:
-    """Rounds that start anew wherever the last one ended: the joint distribution of four tokens of a Markov chain."""
+    """Rounds that continue from any end of the last one: the joint distribution of four tokens of a Markov chain."""
     shape = SHAPES["two siblings, a child of the first"]
     assert_text_is_exact(TreeEnumeration(sparse_markov_pair(size), shape=shape, siblings=WAYS[way]), 4)
 
@@ -206,6 +206,6 @@ def test_siblings_may_be_added_at_any_time(size: int, rule: AcceptanceRule) -> N
 @settings(max_examples=40 * SWEEP, deadline=None, derandomize=True, database=None)
 @given(markov_pairs(), st.sampled_from(sorted(SHAPES)), st.sampled_from(sorted(WAYS)), st.sampled_from(RULES))
 def test_any_rational_distributions_in_trees(pair: Pair, shape: str, way: str, rule: AcceptanceRule) -> None:
-    """Whatever the distributions are."""
+    """For random rational distributions."""
     enumeration = TreeEnumeration(pair, rule, shape=SHAPES[shape], siblings=WAYS[way])
     assert_round_is_exact(enumeration, depth_of(SHAPES[shape]))
