@@ -1,10 +1,15 @@
 """Fixtures of several test files."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 from tests.support.redis_server import RedisServer, running_redis
+
+# servers in the test's own process log a line a request, as they do by default, not one a round
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
 
 
 @pytest.fixture(scope="session")

@@ -25,12 +25,13 @@ SERVICE = "specdec.v1.TargetService"
 def logs_as_before() -> Iterator[None]:
     """`run_service` configures the whole process."""
     hooks, handlers, level = (sys.excepthook, threading.excepthook), logging.root.handlers[:], logging.root.level
+    before = structlog.get_config()
     yield
     sys.excepthook, threading.excepthook = hooks
     logging.root.handlers[:] = handlers
     logging.root.setLevel(level)
     logging.captureWarnings(False)
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 SETTINGS = TargetSettings(model="none", port=0, drain_s=0)

@@ -15,7 +15,7 @@ from specdec import AsyncClient, SamplingParams, SpeculationParams
 from tests.support.architectures import SERVED, VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 PROMPTS = [[(7 * length + 3 * place) % 300 + 2 for place in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34)]
 DRAFTERS = ("model", TOY.name)
 ROUNDS = [("model", 0), ("model", 1), ("model", 4), ("model", 8), (TOY.name, 8)]
