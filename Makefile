@@ -54,7 +54,7 @@ redis: # the tests of the store start their own server
 	      "(apt-get install redis-server, dnf install redis, brew install redis)" >&2; exit 1; \
 	  fi; }
 
-protos: $(INSTALLED) ## Generate the protobuf stubs anew
+protos: $(INSTALLED) ## Generate the protobuf stubs again
 	$(BIN)/python setup.py --quiet build_protos
 
 lint: setup ## Rules, formatting, and which module may import which
@@ -73,7 +73,7 @@ types: setup ## mypy, strict
 test: setup lint types ## Lint, types and every test, on this machine alone: no GPU, no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-demo: setup ## Three services, two models, one text, and how much faster it came
+demo: setup ## Run three services with two models; print one text and its speed-up
 	$(BIN)/python -m benchmarks.demo
 
 exactness: setup ## Show that the text has exactly the target's distribution

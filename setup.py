@@ -31,18 +31,18 @@ class BuildProtos(Command):
         """Nothing to set up."""
 
     def finalize_options(self) -> None:
-        """Nothing to settle."""
+        """Nothing to finalise."""
 
     def run(self) -> None:
         """Write modules, service stubs and their types into the source tree. Raises CalledProcessError."""
         outputs = [f"--{kind}_out=." for kind in ("python", "grpc_python", "mypy", "mypy_grpc")]
         includes = ["-Iprotos", f"-I{files('grpc_tools') / '_proto'}"]
         command = [sys.executable, "-m", "grpc_tools.protoc", *includes, *outputs, *map(str, PROTOS)]
-        # protoc's own "Writing ..." lines say nothing; what it has to complain about comes on standard error
+        # protoc's "Writing ..." lines are noise; its errors come on standard error
         subprocess.run(command, check=True, cwd=ROOT, env=_with_plugins(os.environ), stdout=subprocess.DEVNULL)
 
     def get_source_files(self) -> list[str]:
-        """Return what an sdist must carry."""
+        """Return what an sdist must contain."""
         return [str(path) for path in PROTOS]
 
     def get_outputs(self) -> list[str]:

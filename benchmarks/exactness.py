@@ -3,7 +3,7 @@
 Two tiny random models, so small that the target's distribution of the first tokens can be written down:
 every text of four tokens out of six. Real workers and a real coordinator, each a process, generate texts
 speculatively; a joint chi-square compares them with that distribution, from transformers' own forward in float64.
-It sees a total variation of about 0.02 at 20,000 texts. Seeds are fixed: the same texts come again on every run.
+It detects a total variation of about 0.02 at 20,000 texts. Seeds are fixed: every run generates the same texts.
 
     python -m benchmarks.exactness --generations 20000 --case top_p --case n-gram
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.forwards`: what one forward costs, with nothing around it.
+"""`python -m benchmarks.forwards`: the cost of one forward, without the services.
 
 After CACHED_TOKENS tokens a session, on one thread: in a tight loop, and each after a sleep, as it is in a round while
 other workers have their turn; a processor that slept runs its first milliseconds slower.

@@ -1,6 +1,6 @@
 """Distributions of models and of samples, in floats; enumeration.py has the exact ones.
 
-Nothing here calls the production sampling code: a distribution that is to judge it must come from elsewhere.
+Nothing here calls the production sampling code: the reference must be independent of it.
 """
 
 from collections import Counter

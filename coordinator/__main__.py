@@ -1,4 +1,4 @@
-"""`python -m coordinator`: the one place that knows all concrete classes of the coordinator."""
+"""`python -m coordinator`: the only module that names the concrete classes of the coordinator."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -100,7 +100,7 @@ class Remainder:
 def first_accepted(
     children: Sequence[int], remainder: Remainder, proposal: Proposal, uniforms: Uniforms
 ) -> tuple[int | None, Remainder]:
-    """Return the first child that passes its test, if any, and what the rejections before it left."""
+    """Return the first child that passes its test, if any, and the residual after the rejections before it."""
     for child in children:
         draft = proposal.distributions[child]
         if remainder.accepts(proposal.tokens[child], draft, uniforms.accept[child]):
@@ -153,7 +153,7 @@ class Block:
 
     tokens: Sequence[int]  # [K], indices into the proposal
     thresholds: Sequence[float]  # [K], h_1 to h_K
-    remainders: Sequence[Remainder]  # [K]: what x_1 to x_K leave at their positions if the block ends before them
+    remainders: Sequence[Remainder]  # [K]: the residuals at the positions of x_1 to x_K if the block ends before them
 
     @classmethod
     def at(cls, position: int, proposal: Proposal, scores: Scores) -> "Block":
@@ -171,7 +171,7 @@ class Block:
             total = residual.total + (1 - weight)
             thresholds.append(residual.total / total if total > 0 else 0.0)
             tokens.append(token)
-            remainders.append(residual if residual.total > 0 else target)  # of nothing only by rounding
+            remainders.append(residual if residual.total > 0 else target)  # 0 only by rounding
             weight = min(1, weight * target.threshold(proposal.tokens[token], draft))
             position = token + 1
         return cls(tokens, [*thresholds[1:], weight], remainders)
@@ -239,6 +239,6 @@ def choose(weights: Sequence[float], uniform: float) -> int:
 
 
 def turns(weights: Sequence[float]) -> list[float]:
-    """Return where a draw by these weights changes: their cumulative sums over the whole."""
+    """Return where a draw by these weights changes: their normalised cumulative sums."""
     cumulative = list(accumulate(weights))
     return [value / cumulative[-1] for value in cumulative] if cumulative and cumulative[-1] else []

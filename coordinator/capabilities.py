@@ -16,9 +16,9 @@ from specdec.types import ModelInfo
 
 RETRY = RetryPolicy(first_s=0.2, maximum_s=2.0)  # while a kind of worker does not answer
 REFRESH_S = 15.0  # while it does
-MIN_WAIT_S = 0.5  # however often the workers seem to have changed
-NUM_ROUTES = 8  # by which targets are asked: a model that half of the workers serve is missed in 1 of 256
-FORGET_AFTER = 2  # rounds of questions without an answer
+MIN_WAIT_S = 0.5  # even if the workers seem to change more often
+NUM_ROUTES = 8  # for finding targets: a model that half of the workers serve is missed in 1 of 256 refreshes
+FORGET_AFTER = 2  # refreshes without an answer
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class ServedModels:
 
     def __init__(self) -> None:
         self._models: OrderedDict[str, ModelInfo] = OrderedDict()  # by fingerprint
-        self._num_missed: Counter[str] = Counter()  # by fingerprint: rounds of questions without its answer
+        self._num_missed: Counter[str] = Counter()  # by fingerprint: refreshes without its answer
 
     @property
     def newest(self) -> ModelInfo | None:
@@ -36,7 +36,7 @@ class ServedModels:
         return next(reversed(self._models.values()), None)
 
     def observe(self, answers: Sequence[ModelInfo]) -> None:
-        """Take in one round of questions. Where nobody answers nothing changes: the same workers may come back."""
+        """Record the answers of one refresh. Without any answer nothing changes: the same workers may come back."""
         by_fingerprint = {answer.fingerprint: answer for answer in answers}
         # of several that are new at once the most frequent one counts as the newest
         counts = Counter(answer.fingerprint for answer in answers)
@@ -107,7 +107,7 @@ class WorkerCapabilities:
         return chosen, offered
 
     async def ready(self) -> None:
-        """Return once a target worker answered, and the draft workers had one chance to."""
+        """Return once a target worker answered, and the draft workers were asked once."""
         num_failures = 0
         while not await self._ask_target():
             num_failures += 1
@@ -115,11 +115,11 @@ class WorkerCapabilities:
         await self._ask_draft()
 
     def ask_soon(self) -> None:
-        """Note that the workers have changed."""
+        """Request a refresh: the workers have changed."""
         self._outdated.set()
 
     async def watch(self) -> None:
-        """Keep asking, for ever."""
+        """Refresh periodically, forever."""
         num_failures = 0
         while True:
             await self._wait(_pause_s(num_failures) if num_failures else REFRESH_S)
@@ -127,7 +127,7 @@ class WorkerCapabilities:
             num_failures = 0 if all(answered) else num_failures + 1
 
     async def _wait(self, seconds: float) -> None:
-        """Wait so long, or until the workers have changed, but not too little."""
+        """Wait for a time, or until the workers have changed, but at least MIN_WAIT_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._outdated.wait()
@@ -172,7 +172,7 @@ def _pause_s(num_failures: int) -> float:
 
 
 async def _described(call: Awaitable[T]) -> T:
-    """Return a worker's answer. Raises SpecdecError; what a worker answers must not end this coordinator."""
+    """Return a worker's answer. Raises SpecdecError; no answer of a worker may end this coordinator."""
     try:
         return await call
     except SpecdecError:

@@ -38,7 +38,7 @@ class GenerationMarks(Extension):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates must end in time; what they look up and call is where the time is looked at."""
+    """A sandbox whose templates must end in time; each lookup and call checks the time."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Look an attribute up."""

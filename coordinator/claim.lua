@@ -1,5 +1,5 @@
--- Take a session over: raise the epoch, so that its former owner can commit nothing more, and return all of it.
--- A session that has ended keeps its epoch: there is nothing to own.
+-- Take a session over: raise the epoch, so that its former owner cannot commit any more, and return its contents.
+-- A session that has ended keeps its epoch: it has no owner.
 -- KEYS: meta, tokens, origins, logprobs
 -- ARGV: '1' to take over, '0' only to read; time to live (ms); the model that is served now (empty: unknown), which
 --       a session without text takes

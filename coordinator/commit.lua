@@ -1,4 +1,4 @@
--- Append one round, if the caller still owns the session and knows where it stands. Recognises its own replay: the
+-- Append one round, if the caller still owns the session and knows its length. Recognises a replay of itself: the
 -- client library repeats a command whose reply was lost.
 -- KEYS: meta, tokens, origins, logprobs
 -- ARGV: epoch, base length, base digest, digest, packed tokens, packed origins, packed logprobs, time to live (ms),

@@ -1,4 +1,4 @@
-"""The draft workers as the coordinator sees them: what they offer, and their proposals, if any worker answers."""
+"""The coordinator's client of the draft workers: their drafters, and their proposals, if a worker answers."""
 
 import random
 import time
@@ -19,7 +19,7 @@ from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
-REFUSED_FAILURES = 8  # what a worker refuses outright it will refuse again: wait longest
+REFUSED_FAILURES = 8  # failures to count after a refusal: a repeated request will be refused again, so wait longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class OfferedDrafter:
     """A drafter that the draft workers offer."""
 
     model: ModelInfo
-    observations: types_pb2.ObservationRequest | None = None  # what it asks of the target
+    observations: types_pb2.ObservationRequest | None = None  # what the target shall observe for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +78,17 @@ class NoDrafter:
         return Drafted()
 
     def observe(self, observations: Observations) -> None:
-        """Ignore them."""
+        """Ignore observations."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def abandon(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class SessionDrafter:
-    """Drafts for one session. Never raises: without a draft worker it drafts nothing, and asks again after a pause."""
+    """Drafts for one session. Never raises: without a draft worker it drafts nothing, and tries again after a pause."""
 
     def __init__(
         self,
@@ -105,11 +105,11 @@ class SessionDrafter:
 
     @property
     def available(self) -> bool:
-        """Whether it is worth asking now."""
+        """Whether the pause after a failure is over."""
         return time.monotonic() >= self._ask_again_at
 
     async def propose(self, committed: Sequence[int], num_draft_tokens: int) -> Drafted:
-        """Return a tree of at most K tokens with their distributions; whatever a worker does, nothing is raised."""
+        """Return a tree of at most K tokens with their distributions; never raises."""
         fits = not self._limits.context_length or len(committed) + num_draft_tokens <= self._limits.context_length
         if not num_draft_tokens or not fits or not self.available:
             return Drafted()
@@ -146,13 +146,13 @@ class SessionDrafter:
         return proposal
 
     def _fail(self, error: SpecdecError) -> None:
-        """Do without for a while."""
+        """Pause drafting for this session."""
         self._num_failures += REFUSED_FAILURES if isinstance(error, InvalidArgumentError | FencedError) else 1
         self._ask_again_at = time.monotonic() + (RETRY.pause_s(self._num_failures, 0.0, random.random()) or 0.0)
         self._on_failure(error)
 
     def observe(self, observations: Observations) -> None:
-        """Keep observations for the next request, the latest ones where they are many."""
+        """Keep observations for the next request, only the latest ones if they are many."""
         window = self._limits.observation_window
         if window:
             joined = self._observations.followed_by(observations) if self._observations else observations

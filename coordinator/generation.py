@@ -1,4 +1,4 @@
-"""The state of one request, as arithmetic: what a round commits, where it is cut, what a chunk holds.
+"""The state of one request, without I/O: what a round commits, where it is cut, what a chunk holds.
 
 Nothing here awaits, logs, reads clocks or draws randomness.
 """
@@ -17,7 +17,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a generation must end, whatever the text."""
+    """Where a generation must end, independent of its text."""
 
     max_new_tokens: int
     context_length: int  # prompt and completion together
@@ -26,7 +26,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """One completion token with what is said about it."""
+    """One completion token with its origin and log probabilities."""
 
     token: int
     origin: TokenOrigin
@@ -47,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class CommittedChunk:
-    """A stretch of the completion."""
+    """A contiguous part of the completion."""
 
     offset: int
     emitted: tuple[OutputToken, ...]

@@ -1,4 +1,4 @@
--- Keep a session alive while a round takes long, and tell its owner whether it still is one.
+-- Keep a session alive while a round takes long, and return whether the caller still owns it.
 -- KEYS: meta, tokens, origins, logprobs
 -- ARGV: epoch, time to live (ms)
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'status')

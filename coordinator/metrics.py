@@ -12,7 +12,7 @@ from specdec.serving.telemetry import LATENCY_BUCKETS_S
 from specdec.types import Statistics
 from specdec.v1 import types_pb2
 
-MAX_PHASE_S = 3600.0  # a worker that claims more is not believed
+MAX_PHASE_S = 3600.0  # larger values that a worker reports are ignored
 
 NUM_DRAFTS = Counter("specdec_spec_decode_num_drafts", "Rounds that drafted")
 NUM_DRAFT_TOKENS = Counter("specdec_spec_decode_num_draft_tokens", "Tokens drafted")
@@ -55,7 +55,7 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
 
 
 def observe_worker(phase: str, timing: types_pb2.Timing) -> None:
-    """Observe a worker's own phases of a round; what a round takes beyond them is the way to the worker and back."""
+    """Observe a worker's own phases of a round; the rest of a round is transport."""
     for part, seconds in (("queue", timing.queue_s), ("forward", timing.forward_s)):
         if 0 <= seconds <= MAX_PHASE_S:  # also not NaN
             PHASE_S.labels(f"{phase}_{part}").observe(seconds)

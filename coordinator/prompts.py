@@ -1,4 +1,4 @@
-"""Prompts to tokens: no prompt may stall the other sessions, or take more memory than the context is worth.
+"""Prompts to tokens: no prompt may stall other sessions, or take more memory than its context justifies.
 
 Short prompts are encoded at once. Long ones go to a few threads, within a budget of bytes; a text that is far longer
 than the context is counted piece by piece, and refused as soon as it is known to be too long.
@@ -24,14 +24,14 @@ from specdec.v1 import generation_pb2
 MAX_PROMPT_BYTES = 8 << 20
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
-INLINE_BYTES = 2048  # encoded in about a millisecond: shorter than the way to a thread and back is worth
+INLINE_BYTES = 2048  # encoded in about a millisecond: too short for a thread to pay off
 MAX_BYTES_IN_FLIGHT = 16 << 20  # of long prompts, waiting ones included
 NUM_THREADS = 2
 # a text of more characters a token than this is counted before it is encoded: an encoding takes 200 bytes a character
 MAX_CHARACTERS_PER_TOKEN = 4
 PIECE_CHARACTERS = 1 << 16
-PIECE_SLACK_TOKENS = 16  # that cutting a text there can add
-DIGEST_PIECE_TOKENS = 512  # after so many the event loop may have the interpreter
+PIECE_SLACK_TOKENS = 16  # that cutting a text can add
+DIGEST_PIECE_TOKENS = 512  # after so many tokens the event loop may run
 TOKEN_BYTES = 4
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class Prompts:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompt")
 
     def close(self) -> None:
-        """Drop what waits for a thread."""
+        """Drop the work that waits for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, request: generation_pb2.GenerateRequest, model: ModelInfo) -> EncodedPrompt:
@@ -98,7 +98,7 @@ class Prompts:
             raise InvalidArgumentError({field: f"{problem} (the model's context holds {model.context_length} tokens)"})
 
     async def _run(self, num_bytes: int, work: Callable[[], T]) -> T:
-        """Return the work's result: at once where it is little, else from a thread when the budget has room for it."""
+        """Return the work's result: at once if it is small, else from a thread once the budget allows it."""
         if num_bytes <= INLINE_BYTES:
             return work()
         if self.bytes_in_flight + num_bytes > self._max_bytes_in_flight:
@@ -111,7 +111,7 @@ class Prompts:
         def release(_: "Future[T]") -> None:
             loop.call_soon_threadsafe(self._release, num_bytes)
 
-        # not when the caller is done: a client that leaves does not stop the thread
+        # not when the caller ends: a cancelled call does not stop the thread
         future.add_done_callback(release)
         return await asyncio.wrap_future(future)
 
@@ -120,7 +120,7 @@ class Prompts:
 
     def _encoded(self, text: str, model: ModelInfo, *, special: bool) -> EncodedPrompt:
         self._check_count(text, model)
-        # `encode` would keep the interpreter for itself until it is done
+        # `encode` would hold the GIL until it is done
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=special) if text else (None,)
         if encoding is None or not encoding.ids:
             raise InvalidArgumentError({"text": "is empty; give at least one token to continue"})
@@ -154,7 +154,7 @@ def check_length(num_tokens: int, model: ModelInfo, at_least: bool = False) -> N
 
 
 def max_token_bytes(tokenizer: Tokenizer) -> int:
-    """Return the maximum number of a text's bytes that one token stands for; a large number where that is unlimited.
+    """Return the maximum number of a text's bytes that one token can encode; a large number if unlimited.
 
     It is limited where every byte has a token and nothing is left out: byte-level BPE without a normalizer.
     """
@@ -180,7 +180,7 @@ def _chat_size(chat: generation_pb2.ChatPrompt) -> int:
 
 
 def _with_digest(tokens: Sequence[int]) -> EncodedPrompt:
-    """Return the prompt with its hash chain, which is Python's own work: other threads get their turns."""
+    """Return the prompt with its hash chain, computed in pieces in Python, so that other threads can run."""
     digest = b""
     for begin in range(0, len(tokens), DIGEST_PIECE_TOKENS):
         digest = chain(digest, tokens[begin : begin + DIGEST_PIECE_TOKENS])

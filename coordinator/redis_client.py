@@ -1,4 +1,4 @@
-"""The connection to Redis: bounded, waiting, retried; what goes wrong becomes UnavailableError in one sentence."""
+"""The connection to Redis: bounded, waiting, retried; failures become UnavailableError with one sentence."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from specdec.retry import RetryPolicy
 SOCKET_TIMEOUT_S = 2.0
 NUM_RETRIES = 5
 RETRY = RetryPolicy(first_s=0.02, maximum_s=0.5)
-MAX_CALLS = 64  # at once, each on a connection of its own; Redis itself carries them out one by one
+MAX_CALLS = 64  # at once, each on its own connection; Redis executes them one by one
 MAX_WAIT_S = 15.0  # for one of them to end: longer than a call with all of its retries takes
 
 
@@ -72,7 +72,7 @@ class RedisClient:
 
 
 class PolicyBackoff(AbstractBackoff):
-    """Our retry policy, as redis-py asks for it."""
+    """Our retry policy, as a redis-py backoff."""
 
     def compute(self, failures: int) -> float:
         """Return the pause after so many failures, in seconds."""

@@ -42,7 +42,7 @@ class RunningGenerations:
     def __init__(self, maximum: int) -> None:
         self._maximum = maximum
         self._entries: dict[str, _Entry] = {}
-        self._closing: set[asyncio.Task[None]] = set()  # generations that are over and still tell the workers
+        self._closing: set[asyncio.Task[None]] = set()  # ended generations that still close their worker streams
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -64,7 +64,7 @@ class RunningGenerations:
 
     @asynccontextmanager
     async def attach(self, session_id: str, start: Start) -> AsyncIterator[RunningGeneration]:
-        """Give the session's generation, which runs at least until the context ends.
+        """Yield the session's generation, which runs at least until the context ends.
 
         Raises OverloadedError if too many run already, and what `start` raises.
         """

@@ -27,7 +27,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked request: everything that a session needs, and nothing that the store does not keep."""
+    """A checked request: everything that a session needs; all of it is stored."""
 
     session_id: str
     fingerprint: bytes  # of the parameters as given; equal for a repeated request
@@ -36,7 +36,7 @@ class Plan:
     speculation: SpeculationParams
 
     def stored(self) -> bytes:
-        """Return what the store keeps beside the tokens."""
+        """Return what the store keeps besides the tokens."""
         request = generation_pb2.GenerateRequest(
             sampling=messages.sampling_to_proto(self.sampling),
             speculation=messages.speculation_to_proto(self.speculation),

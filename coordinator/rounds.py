@@ -43,7 +43,7 @@ class RoundDrafter(Protocol):
         ...
 
     def observe(self, observations: Observations) -> None:
-        """Take what the target observed at committed tokens, to be sent with the next proposal's request."""
+        """Receive what the target observed at committed tokens, to be sent with the next proposal's request."""
         ...
 
 
@@ -57,7 +57,7 @@ class RoundScorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoundParts:
-    """What a session plays its rounds with."""
+    """The parts of a session's rounds."""
 
     drafter: RoundDrafter
     scorer: RoundScorer
@@ -66,7 +66,7 @@ class RoundParts:
 
 
 async def run_rounds(generation: Generation, parts: RoundParts, publish: Callable[[Round], Awaitable[None]]) -> None:
-    """Play rounds until the generation is done; `publish` commits a round, then lets clients see it.
+    """Run rounds until the generation is done; `publish` commits a round, then lets clients see it.
 
     One commit at a time, in order; an exception from `publish` ends the loop. A commit in flight is always awaited.
     """

@@ -19,7 +19,7 @@ from specdec.types import FinishReason, Statistics
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandles:
-    """A session's streams to its workers, and what its rounds are played with."""
+    """A session's streams to its workers, and the parts of its rounds."""
 
     scorer: SessionScorer
     drafter: SessionDrafter | NoDrafter
@@ -63,10 +63,10 @@ class RunningGeneration:
         self._published = generation.statistics
         self._base_s = generation.statistics.total_s
         self._began_at = self._published_at = time.perf_counter()
-        self._changed = asyncio.Event()  # of now; another one after each change
+        self._changed = asyncio.Event()  # replaced at each change
         self._error: Exception | None = None
         self._interruption: Exception | None = None
-        self._has_ended = False  # the rounds; the workers may still have to be told
+        self._has_ended = False  # the rounds have; the worker streams may still be open
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -92,14 +92,14 @@ class RunningGeneration:
                 self._task.cancel()
 
     async def stop(self) -> "asyncio.Task[None] | None":
-        """End the rounds; a commit in flight is awaited. Return the task that still tells the workers, if one does."""
+        """End the rounds after a commit in flight. Return the task that still closes the worker streams, if any."""
         if self._task and not self._has_ended:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         return self._task if self._task and not self._task.done() else None
 
     def holds(self, offset: int, digest: bytes) -> bool:
-        """Return whether a client that has `offset` tokens with this digest (empty: not compared) has what is here."""
+        """Return whether a client's `offset` tokens with this digest (empty: not compared) match the text here."""
         return offset <= self._num_published and (not digest or digest == self.generation.digest_at(offset))
 
     async def follow(self, offset: int) -> AsyncIterator[tuple[CommittedChunk, Ending | None]]:
@@ -163,7 +163,7 @@ class RunningGeneration:
         self._tell()
 
     def _end(self, reason: Exception) -> None:
-        """End at what is committed, or tell followers why it goes no further."""
+        """End after the committed tokens, or pass the error to the followers."""
         if self._is_complete:
             return
         if isinstance(reason, SessionCancelled):

@@ -32,7 +32,7 @@ INLINE_TOKENS = 256  # of a completion that is replayed at once, in some millise
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The workers of both kinds, and what is known of them."""
+    """The workers of both kinds, and their capabilities."""
 
     target: TargetWorkers
     draft: DraftWorkers | None
@@ -116,7 +116,7 @@ class Coordinator:
         return status
 
     async def watch(self, period_s: float = HEARTBEAT_S) -> None:
-        """Ask the store about sessions whose round takes long, for ever: they may be cancelled or owned elsewhere."""
+        """Check sessions with a long round in the store, forever: they may be cancelled or owned elsewhere."""
         while True:
             await asyncio.sleep(period_s)
             await asyncio.gather(*map(self._check, self._running.silent(period_s)))
@@ -125,14 +125,14 @@ class Coordinator:
         try:
             await self._store.heartbeat(running.session_id, running.epoch)
         except UnavailableError:
-            pass  # the commit will say so
+            pass  # the commit will fail
         except (SpecdecError, SessionCancelled) as reason:
             running.interrupt(reason)
 
     async def _owns(self, running: RunningGeneration, offset: int, digest: bytes) -> bool:
         """Ask the store whether this coordinator still owns a session of which a client has more, or other, tokens.
 
-        Raises DataLossError if the store lacks what the client has: memory may be behind, the store never is.
+        Raises DataLossError if the store lacks what the client has: memory may lag behind the store.
         """
         session = await self._store.read(running.session_id)
         session.check_position(offset, digest)

@@ -42,7 +42,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             await self._stream(record.session_id, 0, b"", context.write, record)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
-        """Stream a session from where the client is."""
+        """Stream a session from the client's offset."""
         with _Request("Resume") as record:
             record.session_id = known_session(request.session_id)
 
@@ -144,14 +144,14 @@ class _Request:
         return self
 
     def wrote(self, chunk: CommittedChunk, ending: Ending | None) -> None:
-        """Note a chunk that was sent."""
+        """Record a chunk that was sent."""
         self._ending = ending
         if not self._num_tokens and chunk.emitted:
             metrics.TIME_TO_FIRST_TOKEN_S.observe(time.perf_counter() - self._begin)
         self._num_tokens += len(chunk.emitted)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        # clients may hang up as soon as they have the last chunk
+        # clients may cancel as soon as they have the last chunk
         code = _code(None if self._ending else error)
         metrics.NUM_REQUESTS.labels(self._method, code).inc()
         facts: dict[str, Any] = {"num_tokens": self._num_tokens} if self._num_tokens else {}

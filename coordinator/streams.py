@@ -18,13 +18,13 @@ from specdec.serving.channels import SESSION_METADATA_KEY
 from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 5.0
-STATUS_TIMEOUT_S = 1.0  # until a stream that has failed says why
+STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
 LOST_STREAM = "a worker ended the session's stream"
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOpening:
-    """What a worker is told of a session when a stream opens."""
+    """The session facts that a worker receives when a stream opens."""
 
     session_id: str
     epoch: int
@@ -141,7 +141,7 @@ class WorkerStream(Generic[ReplyT]):
                 await self._stream.done_writing()
                 await self._stream.read()
         except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
-            pass  # the worker is gone, and its cache with it
+            pass  # the worker and its cache are gone
         self.abandon()
         self._has_opened = False
 

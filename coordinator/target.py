@@ -1,4 +1,4 @@
-"""The target workers as the coordinator sees them: what they serve, and the scores of a session's proposals."""
+"""The coordinator's client of the target workers: their models, and the scores of a session's proposals."""
 
 import asyncio
 import random
@@ -63,7 +63,7 @@ class TargetWorkers:
 
 
 class SessionScorer:
-    """Scores one session's proposals; waits for a target worker to be back, for as long as the session has patience."""
+    """Scores one session's proposals; waits for a target worker to come back, up to a limit in seconds."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from tokenizers.decoders import DecodeStream
 
 # enough of the prompt for decoders that treat a text's first token differently (leading spaces of SentencePiece)
 PRIMING_TOKENS = 8
-REPLACEMENT = "\ufffd"  # what stands for bytes that are no UTF-8
+REPLACEMENT = "\ufffd"  # decoded from bytes that are not UTF-8
 
 
 class Detokenizer(Protocol):
@@ -37,7 +37,7 @@ class StreamDetokenizer:
         try:
             text = self._stream.step(self._tokenizer, token)
         except Exception:
-            # bytes that are no UTF-8 can spoil the text of those before them: start again after the last certain text
+            # bytes that are not UTF-8 can spoil the text of those before them: start again after the last certain text
             self._stream, text = self._begun(self._pending)
         if text:
             self._pending.clear()

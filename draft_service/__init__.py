@@ -1,1 +1,1 @@
-"""The draft workers: cheap guesses at what the target will say, each with the row that it was drawn from."""
+"""The draft workers: they propose draft tokens, each with the distribution that it was drawn from."""

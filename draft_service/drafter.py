@@ -1,4 +1,4 @@
-"""What every way of drafting has in common, and how one is registered."""
+"""The interface of drafters, and their registration."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -45,7 +45,7 @@ class Drafter(Protocol):
 
     name: str
     model: ModelInfo  # without a vocabulary or a context length: any token and any length is accepted
-    observations: ObservationRequest  # what the target is asked to observe for it
+    observations: ObservationRequest  # what the target shall observe for it
 
     async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft; a repeated call gives the same answer. `match` keeps what is held after `start` and is the same."""

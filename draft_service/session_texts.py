@@ -1,4 +1,4 @@
-"""A base for drafters that need nothing but the session's tokens: it keeps them, brings them up to date, evicts."""
+"""A base for drafters that need only the session's tokens: it keeps, updates and evicts them."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
 
 MAX_HELD_TOKENS = 1 << 20  # of all sessions; an indexed token takes up to 600 bytes
-CHUNK_TOKENS = 1000  # some milliseconds of work before the event loop gets its turn
+CHUNK_TOKENS = 1000  # some milliseconds of work before the event loop may run
 
 
 class SessionText(Protocol):
@@ -45,7 +45,7 @@ class _Held(Generic[TextT]):
 
 
 class TextDrafter(Generic[TextT]):
-    """Drafts from the session's own tokens. A subclass says what to draft; nothing is drafted ahead."""
+    """Drafts from the session's own tokens. A subclass defines what to draft; nothing is drafted ahead."""
 
     observations = NO_OBSERVATIONS
 
@@ -90,7 +90,7 @@ class TextDrafter(Generic[TextT]):
         return sum(len(held.text.tokens) for held in self._held.values())
 
     def _evict(self, num_new: int) -> None:
-        """Forget the least recently used sessions, but never the last one; count only now and then."""
+        """Forget the least recently used sessions, but never the last one; count only occasionally."""
         self._num_unchecked += num_new
         if self._num_unchecked < self._max_held_tokens // 64:
             return
@@ -104,7 +104,7 @@ class TextDrafter(Generic[TextT]):
         """Do nothing: a lookup costs nothing."""
 
     def abandon(self, session: WorkerSession) -> None:
-        """Do nothing: nothing is under way."""
+        """Do nothing: nothing runs in the background."""
 
     def forget(self, session: WorkerSession) -> None:
         """Free the session's text."""

@@ -1,4 +1,4 @@
-"""The texts: the running Python's standard library, less the files held out for the demo and the benchmarks."""
+"""The corpus: the running Python's standard library, without the files held out for the demo and the benchmarks."""
 
 import shutil
 import sysconfig
@@ -12,14 +12,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 VOCABULARY_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
-WINDOW = 512  # tokens a training sequence: a prompt of 400 and a hundred new ones
+WINDOW = 512  # tokens of a training sequence: a prompt of 400 tokens and 100 new ones
 HELD_OUT_MODULES = (
     "bisect", "calendar", "cmd", "configparser", "csv", "fileinput", "fnmatch", "graphlib",
     "heapq", "queue", "reprlib", "sched", "shlex", "statistics", "string", "textwrap",
 )  # fmt: skip
 HELD_OUT_TESTS = ("test_bisect", "test_fileinput", "test_queue", "test_sched")
 HELD_OUT_STEMS = {*HELD_OUT_MODULES, *(f"test_{module}" for module in HELD_OUT_MODULES)}
-# Generated tables, facts about one machine, and third parties: not the code people write.
+# Generated tables, build configuration and third-party packages: not typical source code.
 LEFT_OUT_FOLDERS = {"site-packages", "encodings", "pydoc_data", "lib-dynload", "__pycache__"}
 LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -33,7 +33,7 @@ def library_root() -> Path:
 
 
 def is_training_file(path: Path) -> bool:
-    """Tell whether a file, relative to the library, is neither generated nor held out nor a held-out module's test."""
+    """Return whether a file, relative to the library, is not generated, held out, or the test of a held-out module."""
     if LEFT_OUT_FOLDERS & set(path.parts) or path.parts[0].startswith(LEFT_OUT_PREFIXES):
         return False
     top_level = len(path.parts) == 1 or path.parts[0] == "test"
@@ -41,7 +41,7 @@ def is_training_file(path: Path) -> bool:
 
 
 def read_source(path: Path) -> str:
-    """Return a file's text, or nothing where it is not UTF-8 (the tests of codecs)."""
+    """Return a file's text, or an empty text if it is not UTF-8 (the tests of codecs)."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -59,7 +59,7 @@ def training_texts() -> dict[str, list[str]]:
 
 
 def copy_held_out(folder: Path) -> None:
-    """Copy the held-out files; tests take another prefix, so that no test runner collects them."""
+    """Copy the held-out files; tests get another prefix, so that no test runner collects them."""
     folder.mkdir(parents=True, exist_ok=True)
     for module in HELD_OUT_MODULES:
         shutil.copyfile(library_root() / f"{module}.py", folder / f"{module}.py")
@@ -84,14 +84,14 @@ def train_tokenizer(texts: Iterator[str]) -> Tokenizer:
 
 
 def token_stream(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
-    """Concatenate documents in a fixed shuffled order, each closed by the end-of-text token: [tokens]."""
+    """Concatenate documents in a fixed shuffled order, each followed by the end-of-text token: [tokens]."""
     order = np.random.default_rng(0).permutation(len(texts))
     encodings = tokenizer.encode_batch([texts[index] for index in order if texts[index]])
     return np.concatenate([np.array([*encoding.ids, END_OF_TEXT_ID], np.uint16) for encoding in encodings])
 
 
 def prepare(work: Path) -> None:
-    """Write the tokenizer, a new one unless there is one to start from, and the token streams of library and tests."""
+    """Write the token streams of library and tests, and the tokenizer: a given one, or else a new one."""
     texts, given = training_texts(), work / "start" / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(given)) if given.exists() else train_tokenizer(iter(texts["library"]))
     for kind, documents in texts.items():

@@ -1,4 +1,4 @@
-"""The draft's loss: first close to the target's rows, in the end the acceptance rate itself."""
+"""The draft's loss: at first the KL divergence from the target, in the end the rejection rate."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,19 +10,19 @@ from rows import Rows, read_rows
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-PROMPT_WEIGHT = 0.25  # of a position in a prompt; in service the draft proposes what follows one
+PROMPT_WEIGHT = 0.25  # of a position in a prompt; in service the draft proposes only completion tokens
 
 
 @torch.no_grad()
 def embed_like(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:
-    """Start the draft's embeddings as the target's, seen along their principal axes: [vocabulary, draft's hidden]."""
-    wanted, given = target.model.embed_tokens.weight.float(), draft.model.embed_tokens.weight
-    axes = torch.linalg.svd(wanted, full_matrices=False).Vh[: given.shape[1]]
-    given.copy_(wanted @ axes.T)
+    """Initialise the draft's embeddings with the principal components of the target's: [vocabulary, draft's hidden]."""
+    target_embeddings, draft_embeddings = target.model.embed_tokens.weight.float(), draft.model.embed_tokens.weight
+    axes = torch.linalg.svd(target_embeddings, full_matrices=False).Vh[: draft_embeddings.shape[1]]
+    draft_embeddings.copy_(target_embeddings @ axes.T)
 
 
 def row_batches(work: Path, size: int, seed: int) -> Iterator[Rows]:
-    """Yield shuffled batches of the cached rows without end."""
+    """Yield shuffled batches of the cached distributions, endlessly."""
     rows, random = read_rows(work), np.random.default_rng(seed)
     while True:
         order = torch.from_numpy(random.permutation(len(rows.tokens)))
@@ -30,9 +30,9 @@ def row_batches(work: Path, size: int, seed: int) -> Iterator[Rows]:
 
 
 def position_weights(rows: Rows) -> Tensor:
-    """Weigh each row, most where the next token is the target's own; they sum to 1: [sequences, WINDOW - 1].
+    """Return a weight for each position, larger after the prompt; they sum to 1: [sequences, WINDOW - 1].
 
-    The factor of the temperature makes up for its inverse in the gradient of logits / temperature.
+    The factor of the temperature cancels its inverse in the gradient of logits / temperature.
     """
     positions = torch.arange(rows.support.shape[1])
     own = positions + 1 >= rows.prompt_lengths[:, None]
@@ -54,7 +54,7 @@ def distillation_loss(draft: Forward, rows: Rows, elapsed: float) -> Tensor:
     """
     logits = draft(rows.tokens[:, :-1], use_cache=False).logits.float() / rows.temperatures[:, None, None]
     drafted = with_tail(logits.log_softmax(-1).gather(-1, rows.support))
-    wanted = with_tail(rows.log_probs)
-    divergence = (wanted.exp() * (wanted - drafted)).sum(-1)
-    rejection = 1.0 - torch.minimum(wanted.exp(), drafted.exp()).sum(-1)
+    target_log_probs = with_tail(rows.log_probs)
+    divergence = (target_log_probs.exp() * (target_log_probs - drafted)).sum(-1)
+    rejection = 1.0 - torch.minimum(target_log_probs.exp(), drafted.exp()).sum(-1)
     return ((1.0 - elapsed) * divergence + elapsed * rejection).mul(position_weights(rows)).sum()

@@ -1,7 +1,7 @@
 """Measure a pair on the held-out files: `python models/evaluate.py [folder with target/ and draft/]`.
 
-Acceptance rate: the mean over tokens of sum min(p, q), with p the target's and q the draft's row, on the target's own
-continuations of held-out prompts (Leviathan et al. 2023, corollary 3.6), before any truncation of rows.
+Acceptance rate: the mean over tokens of sum min(p, q), with p the target's and q the draft's distribution, on the
+target's continuations of held-out prompts (Leviathan et al. 2023, corollary 3.6), before any truncation.
 """
 
 import argparse
@@ -26,19 +26,19 @@ DRAFT_LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How draft and target agree at each token of the target's continuations: both [sequences, NEW]."""
+    """How well draft and target agree at each token of the target's continuations: both [sequences, NEW]."""
 
     acceptance: Tensor
     same_argmax: Tensor
 
     @property
     def tokens_per_round(self) -> float:
-        """New tokens a greedy round makes, the target's own included, when the draft proposes DRAFT_LENGTH."""
+        """Committed tokens of a greedy round, the bonus token included, when the draft proposes DRAFT_LENGTH."""
         return self.same_argmax.numel() / sum(map(rounds, self.same_argmax.tolist()))
 
 
 def rounds(agreed: list[bool]) -> int:
-    """Count the rounds that greedy decoding takes over a continuation, given where the draft agrees."""
+    """Count the rounds that greedy decoding takes over a continuation, given the positions where the draft agrees."""
     position, count = 0, 0
     while position < len(agreed):
         proposal = agreed[position : position + DRAFT_LENGTH]
@@ -54,7 +54,7 @@ def held_out_streams(tokenizer: Tokenizer) -> list[Tokens]:
 
 
 def held_out_prompts(streams: list[Tokens]) -> Tensor:
-    """Cut prompts at even distances from each file: [prompts, PROMPT]."""
+    """Cut prompts at regular intervals from each file: [prompts, PROMPT]."""
     prompts: list[Tokens] = []
     for stream in streams:
         starts = np.linspace(0, len(stream) - PROMPT - NEW, PROMPTS_PER_FILE).astype(int)
@@ -64,7 +64,7 @@ def held_out_prompts(streams: list[Tokens]) -> Tensor:
 
 @torch.inference_mode()
 def loss(model: LlamaForCausalLM, streams: list[Tokens]) -> float:
-    """Return the mean cross-entropy, in nats a token, over the held-out files."""
+    """Return the mean cross-entropy, in nats per token, over the held-out files."""
     ended = [np.append(stream, np.uint16(END_OF_TEXT_ID)) for stream in streams]
     texts = torch.from_numpy(windows(np.concatenate(ended), 0).astype(np.int64))
     losses = [
@@ -75,14 +75,14 @@ def loss(model: LlamaForCausalLM, streams: list[Tokens]) -> float:
 
 
 def bits_per_byte(nats: float, streams: list[Tokens]) -> float:
-    """Turn a loss in nats a token into bits a byte, which pairs of other vocabularies can be compared by."""
+    """Convert a loss in nats per token to bits per byte, which is comparable between vocabularies."""
     num_bytes = sum(path.stat().st_size for path in (FOLDER / "heldout").glob("*.py"))
     return nats * sum(map(len, streams)) / num_bytes / math.log(2)
 
 
 @torch.inference_mode()
 def agreement(target: LlamaForCausalLM, draft: LlamaForCausalLM, tokens: Tensor) -> Agreement:
-    """Compare the rows of both models at each new token of sequences [sequences, PROMPT + NEW]."""
+    """Compare the distributions of both models at each new token of sequences [sequences, PROMPT + NEW]."""
     rows = [model(tokens).logits[:, PROMPT - 1 : -1].float().softmax(-1) for model in (target, draft)]
     return Agreement(torch.minimum(*rows).sum(-1), rows[0].argmax(-1) == rows[1].argmax(-1))
 
@@ -95,7 +95,7 @@ def continued(target: LlamaForCausalLM, prompts: Tensor, temperature: float) -> 
 
 
 def repetition(tokens: Tensor, length: int = 8) -> float:
-    """Return the share of 8-grams in the continuations that stand earlier in the same one."""
+    """Return the fraction of 8-grams in the continuations that occurred earlier in the same one."""
     grams = tokens[:, PROMPT:].unfold(1, length, 1)
     distinct = sum(len(sequence.unique(dim=0)) for sequence in grams)
     return 1.0 - distinct / (grams.shape[0] * grams.shape[1])

@@ -1,4 +1,4 @@
-"""The training loop that target and draft share: a time budget, Muon and AdamW, checkpoints."""
+"""The training loop of target and draft: a time budget, Muon and AdamW, checkpoints."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +14,9 @@ from workers import agreed, average_gradients, rank
 
 Batch = TypeVar("Batch")
 Forward = Callable[..., Any]  # a model, compiled or not
-ATTENTION = "eager"  # compiled, it trains faster on a CPU than torch's own bfloat16 attention
+ATTENTION = "eager"  # when compiled, faster on a CPU than torch's bfloat16 attention kernel
 WARM_UP_STEPS = 50
-HOLD = 0.4  # of the time; then the rate falls linearly to zero
+HOLD = 0.4  # fraction of the time; then the rate falls linearly to zero
 CHECKPOINT_SECONDS = 300
 REPORT_STEPS = 20
 
@@ -46,12 +46,12 @@ def llama_config(hidden: int, layers: int, heads: int, intermediate: int) -> Lla
         eos_token_id=END_OF_TEXT_ID,
         pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        attn_implementation=ATTENTION,  # type: ignore[call-arg]  # which every configuration takes
+        attn_implementation=ATTENTION,  # type: ignore[call-arg]  # every configuration takes it
     )
 
 
 def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Give the matrices to Muon (Jordan et al. 2024), embeddings and norms to AdamW."""
+    """Return Muon for the matrices (Jordan et al. 2024), and AdamW for embeddings and norms."""
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     return [
@@ -61,7 +61,7 @@ def optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def rate_factor(step: int, elapsed: float) -> float:
-    """Warm up over the first steps, hold, and fall linearly to zero at elapsed = 1, all of the time."""
+    """Warm up over the first steps, hold, and fall linearly to zero at elapsed = 1, the end of the time."""
     return min(1.0, (step + 1) / WARM_UP_STEPS, max(0.0, 1.0 - elapsed) / (1.0 - HOLD))
 
 
@@ -69,7 +69,7 @@ class Run:
     """A model under training with its optimizers and clock, kept in a checkpoint file that a later run resumes."""
 
     def __init__(self, model: LlamaForCausalLM, recipe: Recipe, checkpoint: Path) -> None:
-        """Resume from the checkpoint where there is one."""
+        """Resume from the checkpoint if there is one."""
         self.model, self.recipe, self.checkpoint = model, recipe, checkpoint
         self.optimizers = optimizers(model, recipe)
         self.step, spent = 0, 0.0
@@ -80,11 +80,11 @@ class Run:
 
     @property
     def elapsed(self) -> float:
-        """The share of the time budget that is spent."""
+        """The fraction of the time budget that is spent."""
         return (time.monotonic() - self.began) / (60 * self.recipe.minutes)
 
     def update(self, elapsed: float) -> None:
-        """Take one step along all processes' gradients, at the learning rates of this share of the time."""
+        """Take one step with the gradients averaged over processes, at the current learning rates."""
         factor = rate_factor(self.step, elapsed)
         average_gradients(self.model)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -95,7 +95,7 @@ class Run:
         self.step += 1
 
     def report(self, loss: Tensor) -> None:
-        """Print the loss now and then, and write the checkpoint when it is due; the first process speaks for all."""
+        """Print the loss and write the checkpoint when they are due; only the first process does."""
         if rank() > 0:
             return
         if self.step % REPORT_STEPS == 0:
@@ -104,7 +104,7 @@ class Run:
             self.save()
 
     def save(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         self.saved = time.monotonic()
         state = {
             "model": self.model.state_dict(),
@@ -117,7 +117,7 @@ class Run:
         partial.replace(self.checkpoint)
 
     def _restore(self, state: dict[str, Any]) -> float:
-        """Take over a checkpoint's state and return the seconds it had spent."""
+        """Load a checkpoint's state and return the seconds that it had spent."""
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -1,7 +1,7 @@
-"""The target's own continuations of training prompts, with its row at every position: what the draft learns from.
+"""The training data of the draft: the target's continuations of prompts, with its distribution at every position.
 
-A row is a next-token distribution, at the temperature at which its sequence is served. A cached row is its support of
-the 64 likeliest tokens and their log-probabilities; the rest is the tail, which the loss treats as one more token.
+A row is a next-token distribution, at the temperature of its sequence. A cached row is a support of the 64 most
+probable tokens with their log-probabilities; the loss treats the tail as one more token.
 """
 
 import time
@@ -19,18 +19,18 @@ from transformers.cache_utils import Cache, DynamicLayer
 from workers import count, rank
 
 SUPPORT = 64
-SEQUENCES = 48  # a batch of samples: wide enough to spread the cost of reading the weights
-# The demo and the benchmarks sample at 1 and decode greedily; 0.6 stands for what lies between.
+SEQUENCES = 48  # in a batch: enough to amortise reading the weights
+# The demo and the benchmarks sample at 1 and decode greedily; 0.6 covers the temperatures between.
 TEMPERATURES = (0.0, 0.0, 0.6, 1.0, 1.0)
-COLDEST = 0.3  # a greedy row, all on one token, has no gradient elsewhere: its sequences keep rows at this temperature
+COLDEST = 0.3  # rows of greedy sequences use this temperature: a one-hot row has no gradient elsewhere
 PROMPT_LENGTHS = range(96, 417, 32)
 
 
 class ReservedLayer(DynamicLayer):
-    """A layer's keys and values in memory reserved for one window: a token writes its own, and copies no other's."""
+    """A layer's keys and values in memory preallocated for one window, so that appending copies no earlier token."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append states [sequences, heads, new, 64]; return all so far [sequences, heads, total, 64]."""
+        """Append states [sequences, heads, new, 64]; return all states so far [sequences, heads, total, 64]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             shape = (*key_states.shape[:2], WINDOW, key_states.shape[3])
@@ -48,7 +48,7 @@ class Rows:
     """Sequences and the target's rows after each of their tokens but the last.
 
     tokens: [sequences, WINDOW]; support and log_probs: [sequences, WINDOW - 1, SUPPORT]; temperatures: [sequences];
-    prompt_lengths: [sequences], where the target's own tokens begin.
+    prompt_lengths: [sequences], where the target's tokens begin.
     """
 
     tokens: Tensor
@@ -69,13 +69,13 @@ class Rows:
 
 
 def draw(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a token per row, logits [rows, vocabulary], by the Gumbel-max trick; temperature 0 takes the likeliest."""
+    """Draw a token per row, logits [rows, vocabulary], by the Gumbel-max trick; temperature 0 takes the argmax."""
     uniforms = torch.rand(logits.shape, generator=generator).clamp_min(1e-20)
     return (logits.float() - temperatures[:, None] * (-uniforms.log()).log()).argmax(-1)
 
 
 def decode_mask(tokens: Tensor, length: int) -> Tensor | None:
-    """Return a mask [1, 1, 1, length] that hides nothing from a single token a sequence, and none for a prompt.
+    """Return an all-visible mask [1, 1, 1, length] for one new token per sequence, and None for a prompt.
 
     Given any mask, transformers packs the query heads that share a key head, which on a CPU in bfloat16 makes
     attention five times faster than torch's `enable_gqa`.
@@ -97,7 +97,7 @@ def continuations(
 
 
 def sample_rows(model: LlamaForCausalLM, prompts: Tensor, temperatures: Tensor, seed: int) -> Rows:
-    """Continue prompts [sequences, prompt] to a full window and keep the target's rows on the way."""
+    """Continue prompts [sequences, prompt] to a full window and keep the target's rows."""
     tokens, support, log_probs = [prompts], [], []
     served = temperatures.clamp_min(COLDEST)
     for logits, drawn in continuations(model, prompts, WINDOW, temperatures, seed):
@@ -111,7 +111,7 @@ def sample_rows(model: LlamaForCausalLM, prompts: Tensor, temperatures: Tensor, 
 
 
 def write_rows(model: LlamaForCausalLM, work: Path, minutes: float) -> None:
-    """Sample batch after batch from prompts cut from training files, for a time budget; a batch is a file."""
+    """Sample batch after batch from prompts cut from training files, for a time budget; one file per batch."""
     (work / "rows").mkdir(exist_ok=True)
     began = time.monotonic()
     prompts = epoch(work, 0, np.random.default_rng(1))
@@ -122,7 +122,7 @@ def write_rows(model: LlamaForCausalLM, work: Path, minutes: float) -> None:
             continue
         if time.monotonic() - began > 60 * minutes:
             break
-        length = PROMPT_LENGTHS[number * 7 % len(PROMPT_LENGTHS)]  # all of them, long and short in turn
+        length = PROMPT_LENGTHS[number * 7 % len(PROMPT_LENGTHS)]  # all of them, alternating long and short
         chosen = prompts[number * SEQUENCES : (number + 1) * SEQUENCES, :length]
         rows = sample_rows(model, torch.from_numpy(chosen.astype(np.int64)), temperatures, seed=number)
         tensors = {name: getattr(rows, name) for name in Rows.__slots__}

@@ -1,9 +1,9 @@
-"""Train the demo pair on the Python standard library's own sources: `python models/train.py`.
+"""Train the demo pair on the sources of the Python standard library: `python models/train.py`.
 
-The stages run in order: `prepare` (tokenizer, token streams, held-out files), `target`, `rows` (the target's own
-continuations with its rows), `draft` (distilled on them), `export` (bfloat16 weights into this folder). Each keeps its
-results in the work folder; a stage that was interrupted resumes there, one that is complete is skipped. With
-`--further`, both models and the tokenizer start from the published ones instead of from nothing.
+The stages run in order: `prepare` (tokenizer, token streams, held-out files), `target`, `rows` (the target's
+continuations with its distributions), `draft` (distilled on them), `export` (bfloat16 weights into this folder). Each
+keeps its results in the work folder; an interrupted stage resumes there, a complete one is skipped. With `--further`,
+both models and the tokenizer start from the published ones instead of from scratch.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from workers import count, in_parallel, rank
 FOLDER = Path(__file__).parent
 TARGET_MINUTES, ROWS_MINUTES, DRAFT_MINUTES = 60.0, 18.0, 22.0
 TARGET_BATCH, DRAFT_BATCH = 6, 12  # sequences
-SHORT_WINDOWS = 0.6  # of the target's time: attention costs less, and the long range can be learnt later
+SHORT_WINDOWS = 0.6  # fraction of the target's time: attention costs less, and long ranges can be learnt later
 
 
 def corpus_batches(work: Path, run: Run) -> Iterator[Tensor]:
-    """Yield shuffled batches of texts without end: [TARGET_BATCH, WINDOW + 1], at first cut in two."""
+    """Yield shuffled batches of texts, endlessly: [TARGET_BATCH, WINDOW + 1], at first halved."""
     random = np.random.default_rng(run.step)
     for number in itertools.count():
         texts = torch.from_numpy(epoch(work, number, random).astype(np.int64))
@@ -46,20 +46,20 @@ def halves(batch: Tensor) -> Tensor:
 
 
 def next_token_loss(model: Forward, batch: Tensor, _: float = 0.0) -> Tensor:
-    """Return the mean cross-entropy, in nats a token, of a batch [sequences, WINDOW + 1]."""
+    """Return the mean cross-entropy, in nats per token, of a batch [sequences, WINDOW + 1]."""
     logits = model(batch[:, :-1], use_cache=False).logits
     return cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def start_from_published(work: Path) -> None:
-    """Put the published models and their tokenizer where the stages look for something to start from."""
+    """Copy the published models and their tokenizer to where the stages look for initial weights."""
     for name in ("target", "draft"):
         shutil.copytree(FOLDER / name, work / "start" / name)
     shutil.copyfile(FOLDER / "target" / "tokenizer.json", work / "start" / "tokenizer.json")
 
 
 def published(work: Path, name: str) -> LlamaForCausalLM | None:
-    """Return the published model to start from, if this run goes further."""
+    """Return the published model to start from, with `--further`."""
     folder = work / "start" / name
     if not folder.exists():
         return None
@@ -77,13 +77,13 @@ def train_target(work: Path, minutes: float) -> None:
 
 
 def sample_target(work: Path, minutes: float) -> None:
-    """Write the target's rows, computed by the very weights that are published."""
+    """Write the target's rows, computed with the weights that are published."""
     model = LlamaForCausalLM.from_pretrained(work / "target", dtype=torch.bfloat16).eval()
     write_rows(model, work, minutes)
 
 
 def train_draft(work: Path, minutes: float) -> None:
-    """Distil the draft from the rows: 2.6M parameters in two layers, the fewest that can repeat what a prompt said."""
+    """Distil the draft from the rows: 2.6M parameters in two layers, the minimum for copying from a prompt."""
     torch.manual_seed(0)
     model = published(work, "draft")
     if model is None:
@@ -102,13 +102,13 @@ def export(work: Path) -> None:
     for name in ("target", "draft"):
         model = LlamaForCausalLM.from_pretrained(work / name, dtype=torch.bfloat16)
         model.save_pretrained(FOLDER / name)
-        (FOLDER / name / "model.safetensors").chmod(0o644)  # safetensors writes for its owner alone
+        (FOLDER / name / "model.safetensors").chmod(0o644)  # safetensors makes files readable for their owner only
         tokenizer.save_pretrained(FOLDER / name)
     copy_held_out(FOLDER / "heldout")
 
 
 def stages(work: Path, scale: float, workers: int) -> dict[str, tuple[Path, Callable[[], None]]]:
-    """Return each stage with the file that tells it is complete; `scale` stretches the time budgets."""
+    """Return each stage with the file that marks it complete; `scale` multiplies the time budgets."""
     rows_minutes, draft_minutes = scale * ROWS_MINUTES, scale * DRAFT_MINUTES
     return {
         "prepare": (work / "tokenizer.json", lambda: prepare(work)),
@@ -123,7 +123,7 @@ def stages(work: Path, scale: float, workers: int) -> dict[str, tuple[Path, Call
 
 
 def main() -> None:
-    """Run the stages that are not complete, or one of them."""
+    """Run the incomplete stages, or one of them."""
     total = TARGET_MINUTES + ROWS_MINUTES + DRAFT_MINUTES
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=FOLDER / "work", help="where checkpoints are kept")

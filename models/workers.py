@@ -1,7 +1,7 @@
-"""Several processes of one thread each, for stages that need little talk between them.
+"""Several processes of few threads each, for stages that need little communication.
 
-On a machine shared with other work they get more done than one process of many threads, whose every operation waits
-for the thread that the system has put aside.
+On a machine with other load they are faster than one process with many threads, where every operation waits for the
+thread that was descheduled.
 """
 
 import os
@@ -17,32 +17,32 @@ Stage = Callable[[Path, float], None]
 
 
 def in_parallel(stage: Stage, work: Path, minutes: float, count: int) -> None:
-    """Run a stage in a number of processes at once, which find each other through a temporary file."""
+    """Run a stage in several processes, which rendezvous through a temporary file."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_work, args=(stage, work, minutes, count, f"file://{folder}/meeting"), nprocs=count)
+        spawn(_work, args=(stage, work, minutes, count, f"file://{folder}/rendezvous"), nprocs=count)
 
 
-def _work(rank: int, stage: Stage, work: Path, minutes: float, count: int, meeting: str) -> None:
+def _work(rank: int, stage: Stage, work: Path, minutes: float, count: int, rendezvous: str) -> None:
     """Run one process of a stage."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=count)
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=count)
     stage(work, minutes)
     distributed.barrier()
     distributed.destroy_process_group()
 
 
 def rank() -> int:
-    """Return this process's number within its stage, 0 for a process on its own."""
+    """Return this process's number within its stage, 0 for a single process."""
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def count() -> int:
-    """Return how many processes share this stage."""
+    """Return how many processes run this stage."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def average_gradients(model: torch.nn.Module) -> None:
-    """Replace each process's gradients by their mean over the processes."""
+    """Average the gradients over all processes."""
     if count() == 1:
         return
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]

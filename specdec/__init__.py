@@ -12,7 +12,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# Lets a channel hash on metadata of our choice (gRFC A76): a session returns to the worker that holds its cache.
+# Lets a channel hash on chosen metadata (gRFC A76): a session's streams go to the worker that holds its cache.
 # grpc reads it once, when it is imported.
 os.environ.setdefault("GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY", "true")
 

@@ -1,4 +1,4 @@
-"""The public names of `specdec`, which gives them out from here when they are first used."""
+"""The public names of `specdec`, which imports them from here on first use."""
 
 from specdec.client import AsyncClient
 from specdec.completion import Chunk, Completion, Finish, ServedModel, Session, SessionStatus, Usage

@@ -13,7 +13,7 @@ WRONG_USAGE = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that names the nearest valid flag or command, says it in one sentence, and exits with 2."""
+    """A parser whose errors are one sentence with the nearest valid flag or command, and exit code 2."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(

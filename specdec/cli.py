@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from difflib import SequenceMatcher
 from typing import Any, NoReturn
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its own log is not for people
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its log is not for users
 
 from specdec import terminal
 from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of
@@ -23,7 +23,7 @@ from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParam
 
 FAILED, INTERRUPTED = 1, 130
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"
-# "ADRESS" and "ADDR" are as alike; the services' variables, which are not this command's business, are not
+# matches "ADRESS" and "ADDR", but not the variables of the services
 SIMILAR = 0.72
 UP_DESCRIPTION = (
     "Run target, draft and coordinator on this machine, until Ctrl-C. Prints `specdec ready on HOST:PORT` once a token "
@@ -36,7 +36,7 @@ Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None]]
 
 
 class CommandError(Exception):
-    """A command cannot go on. The message is for people."""
+    """A command cannot continue. The message is for the user."""
 
     def __init__(self, message: str, exit_code: int = FAILED) -> None:
         super().__init__(message)
@@ -295,7 +295,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _give_up_output() -> None:
-    """Point standard output at nothing: the interpreter's own flush at exit must not fail on it again."""
+    """Point standard output at nothing: the interpreter's flush at exit must not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -55,7 +55,7 @@ class AsyncClient:
     `address`: host:port, or any name that gRPC resolves. `credentials`: for TLS; None: plain text. `metadata`: sent
     with each call, as {"authorization": "Bearer ..."}. `channel`: used instead of one to `address`, and left open by
     `close`; or a function that opens one, which `close` closes. `timeout_s`: the deadline of each call, its retries
-    included, unless the call has its own. `max_retries`: attempts in a row that may bring nothing; None: as many as
+    included, unless the call has its own. `max_retries`: consecutive failed attempts; None: as many as
     fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has answered yet.
 
     A wrong argument raises InvalidArgumentError, an unknown keyword TypeError, at once and without a call to the
@@ -97,7 +97,7 @@ class AsyncClient:
         await self._connection.close()
 
     async def connect(self) -> None:
-        """Connect now instead of with the first call. Raises UnavailableError at once if nobody answers."""
+        """Connect now instead of with the first call. Raises UnavailableError at once if no server answers."""
         await self._connection.connect()
 
     def generate(

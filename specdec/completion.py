@@ -82,7 +82,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The chunks of a finished session together, from the first one that the stream gave."""
+    """The chunks of a finished session together, from the first one that the stream yielded."""
 
     session_id: str
     tokens: tuple[int, ...]  # [N]
@@ -141,7 +141,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The models behind a service. No drafters means plain decoding."""
+    """The models of a service. No drafters means plain decoding."""
 
     target: ModelInfo
     drafters: tuple[str, ...]

@@ -23,7 +23,7 @@ from specdec.retry import Attempts, RetryPolicy
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
-Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"  # only its type exists: the stub adapts itself
+Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"  # type only: the stub adapts to the channel
 ChunkCall = (
     grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
     | grpc.aio.UnaryStreamCall[generation_pb2.ResumeRequest, generation_pb2.ResumeResponse]
@@ -57,7 +57,7 @@ class Connection:
         self._is_closed = False
 
     async def connect(self) -> None:
-        """Connect now. Raises UnavailableError at once if nobody answers."""
+        """Connect now. Raises UnavailableError at once if no server answers."""
         channel = self._open_channel()
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
@@ -168,7 +168,7 @@ class Connection:
         return self._channel
 
     def _raise_if_closed(self) -> None:
-        """Closing the channel looks like the cancellation of those who wait on it: tell them apart."""
+        """Distinguish a closed channel from a cancelled call: grpc reports both as cancellation."""
         task = asyncio.current_task()
         if self._is_closed and not (task and task.cancelling()):
             raise RuntimeError("the client was closed during the call") from None

@@ -30,7 +30,7 @@ class RetryPolicy:
         """Return the pause after the `num_failures`-th failure in a row (from 1), or None to give up.
 
         `elapsed_s` is the time since the first attempt, `uniform` a number in [0, 1). The pause comes after the one
-        that the other side asked for, so that callers do not return all at once. The last pause is cut so that one
+        that the server asked for, so that callers do not return all at once. The last pause is cut so that one
         attempt is made when the budget ends.
         """
         if elapsed_s >= self.budget_s or (self.max_failures is not None and num_failures >= self.max_failures):
@@ -69,7 +69,7 @@ class Attempts:
         return max(0.0, self._begin + self.timeout_s - self._clock())
 
     def progress(self) -> None:
-        """Note that an attempt brought a new chunk."""
+        """Record that an attempt yielded a new chunk."""
         self._num_failures = 0
 
     def pause_s(self, failure: SpecdecError, *, is_connected: bool) -> float | None:

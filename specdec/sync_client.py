@@ -1,4 +1,4 @@
-"""The client for code without an event loop: `AsyncClient`, driven on a thread of its own. No logic is repeated here.
+"""The client for code without an event loop: `AsyncClient`, run on its own thread. No logic is repeated here.
 
 with Client("127.0.0.1:50051") as client:
     with client.generate("Once upon a time", temperature=0.7, max_new_tokens=64) as stream:
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class _LoopThread:
-    """An event loop on a daemon thread, and the client that lives on it."""
+    """An event loop on a daemon thread, and the client that runs on it."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()  # no work is handed over after `stop`, where nobody would do it
+        self._lock = threading.Lock()  # no work may be submitted after `stop`: it would never run
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="specdec client", daemon=True)
         self._thread.start()
@@ -180,7 +180,7 @@ class Client:
         self._finalizer()
 
     def connect(self) -> None:
-        """Connect now instead of with the first call. Raises UnavailableError at once if nobody answers."""
+        """Connect now instead of with the first call. Raises UnavailableError at once if no server answers."""
         self._thread.run(self._client.connect())
 
     def generate(

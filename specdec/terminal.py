@@ -68,7 +68,7 @@ def statistics_line(finish: Finish) -> str:
 
 
 def session_lines(session: Session) -> list[str]:
-    """Return a session for people."""
+    """Return a session as readable text."""
     lines = [
         f"session {session.session_id}: {session.status.name.lower()}, epoch {session.epoch}",
         f"tokens  {session.num_prompt_tokens} of the prompt, {len(session.tokens)} of the completion",
@@ -80,7 +80,7 @@ def session_lines(session: Session) -> list[str]:
 
 
 def model_lines(model: ServedModel) -> list[str]:
-    """Return the models that a service runs, for people."""
+    """Return the models that a service runs, as readable text."""
     target = model.target
     return [
         f"target    {target.name} ({target.dtype} on {target.device})",

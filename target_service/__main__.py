@@ -1,4 +1,4 @@
-"""`python -m target_service`: the one place that knows all concrete classes of the target worker."""
+"""`python -m target_service`: the only module that names the concrete classes of the target worker."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -79,7 +79,7 @@ class ScoreTask(Task[Scores]):
         return len(self.round.draft_tokens) + 1
 
     def prepare(self) -> None:
-        """Truncate to `start`, keeping the accepted path; observed tokens that are fed want logits too."""
+        """Truncate to `start`, keeping the accepted path; observed tokens that are fed need logits too."""
         super().prepare()
         if self.watch.request.num_top_tokens:
             self.num_rows = min(len(self.tokens), self.watch.window + self.num_positions - 1)

@@ -1,4 +1,4 @@
-"""What several test files share."""
+"""Fixtures of several test files."""
 
 import logging
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """One redis-server for all tests that do not harm it; its data are wiped between tests by `redis_url`."""
+    """One redis-server for all tests that do not break it; its data are wiped between tests by `redis_url`."""
     with running_redis() as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""A drafter of trees without a model, for proofs and tests: drawn siblings beside chosen ones, and observations.
+"""A drafter of trees without a model, for proofs and tests: drawn and deterministic siblings, and observations.
 
     python -m benchmarks.toy_drafters --drafters toy-tree      # a draft worker that also offers it
 
@@ -64,7 +64,7 @@ class ToyTreeDrafter(TextDrafter[BigramText]):
         super().__init__("toy-tree", BigramText)
 
     def observe(self, text: BigramText, observations: Observations) -> None:
-        """Remember the most probable token after each observed one."""
+        """Store the most probable token after each observed one."""
         for offset, top in enumerate(observations.top_tokens):
             text.predicted[text.tokens[observations.start + offset]] = int(np.frombuffer(top, "<u4")[0])
 

@@ -31,7 +31,7 @@ def make_base(engine: Engine, folder: Path) -> str:
 
 
 def _pack(folder: Path, archive: Path) -> None:
-    """Write a root file system; what debootstrap mounts is seen by nobody else and goes with it."""
+    """Write a root file system; debootstrap's mounts are in a private namespace and end with it."""
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         raise CheckFailed("--base debootstrap needs root and the package debootstrap; apt-get install debootstrap")
     root, (suite, mirror) = folder / "rootfs", _suite_and_mirror()

@@ -1,4 +1,4 @@
-"""docker, podman and buildah behind one interface: build an image, and run its program on this machine's network."""
+"""One interface to docker, podman and buildah: build an image, and run its program on this machine's network."""
 
 import json
 import os
@@ -15,7 +15,7 @@ NOTHING_BUILDS = "no docker or podman engine answers and buildah is not on PATH;
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """An image's own program with these variables, or other words in its place."""
+    """An image's program with these variables, or another command instead."""
 
     name: str
     image: str
@@ -36,13 +36,13 @@ class Engine(Protocol):
         """Build an image. Raises CheckFailed."""
 
     def has(self, image: str) -> bool:
-        """Tell whether an image was built or fetched before."""
+        """Return whether an image was built or fetched before."""
 
     def size(self, image: str) -> str:
         """Return an image's size, with its unit."""
 
     def command(self, container: Container) -> list[str]:
-        """Return the words that run a container in the foreground. Raises CheckFailed."""
+        """Return the command that runs a container in the foreground. Raises CheckFailed."""
 
     def remove(self, container: Container) -> None:
         """Remove a container, also one that still runs or never started."""
@@ -52,7 +52,7 @@ class Engine(Protocol):
 
 
 class Docker:
-    """docker, or podman, which takes the same words. Images stay in the engine's own store."""
+    """docker, or podman, which takes the same arguments. Images stay in the engine's own store."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -15,7 +15,7 @@ from deploy.image_check.processes import read
 
 REACHING = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy")
 PATIENCE = ("timeout", "default-timeout", "retries")
-CA_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")  # in the order in which pip asks them
+CA_VARIABLES = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")  # in pip's order of precedence
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 CA_SECRET = "/run/secrets/ca"
 
@@ -67,11 +67,11 @@ def _paths(value: str) -> Iterator[Path]:
 
 
 def volumes(folders: Iterable[Path]) -> list[str]:
-    """Return the words that mount folders where they are, read-only."""
+    """Return the arguments that mount folders at the same path, read-only."""
     return [word for folder in folders for word in ("--volume", f"{folder}:{folder}:ro")]
 
 
 def of_this_machine(folder: Path) -> tuple[list[str], list[Path]]:
-    """Return a build's words for this machine's pip, and the folders that it must see."""
+    """Return a build's arguments for this machine's pip, and the folders that it must see."""
     settings = machine_settings()
     return build_arguments(settings, os.environ, folder), local_folders(settings)

@@ -12,7 +12,7 @@ END_S = 30.0  # longer than a service drains without calls
 
 
 class CheckFailed(Exception):
-    """The check cannot go on. The message is one sentence for people; `output` is what a command said before."""
+    """The check cannot go on. The message is one sentence for the user; `output` is what a command printed before."""
 
     def __init__(self, message: str, output: str = "") -> None:
         super().__init__(message)

@@ -1,9 +1,9 @@
 """Drafting with a small language model.
 
-Draft-ahead: while the target scores a proposal and no session asks, the worker assumes that all of it will be accepted,
-guesses the token that will close the round, and drafts the round that would follow. It makes the request that the
-coordinator would make, with that round's keys: where the guess was right the answer is what it would draw now (bit for
-bit, in forwards of the same shape); where it was wrong it is thrown away. This is a cache: no distribution and no key
+Draft-ahead: while the target scores a proposal and no request waits, the worker assumes that all of it will be
+accepted, guesses the token that will close the round, and drafts the round that would follow. It makes the request that
+the coordinator would make, with that round's keys: where the guess was right the answer is what it would draw now (bit
+for bit, in forwards of the same shape); where it was wrong it is discarded. This is a cache: no distribution and no key
 depends on it.
 """
 
@@ -26,7 +26,7 @@ from specdec.types import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A round that was drafted, or begun, before anybody asked for it."""
+    """A round that was drafted, or begun, before its request."""
 
     session: WorkerSession
     accepted: tuple[int, ...]  # draft tokens of the round before, as far as `request` does not have them
@@ -34,7 +34,7 @@ class Ahead:
     proposal: Proposal
 
     def answers(self, session: WorkerSession, request: DraftRequest) -> bool:
-        """Return whether this is the round that is asked for: the same text, however much of it the request repeats."""
+        """Return whether this is the requested round: the same text, whatever part of it the request repeats."""
         if session != self.session or request.committed_length != self.request.committed_length:
             return False
         return [*self.accepted, *self.request.tokens][-len(request.tokens) :] == list(request.tokens)
@@ -76,12 +76,12 @@ class ModelDrafter:
         return DraftResult(proposal, request.committed_length + max(0, len(proposal) - 1), timing)
 
     def _within_context(self, request: DraftRequest) -> DraftRequest:
-        """DraftRequest for no more than the context has room for; the last draft token is never fed."""
+        """Limit K to the room in the context; the last draft token is never fed."""
         room = max(0, self.model.context_length + 1 - request.committed_length)
         return replace(request, num_draft_tokens=min(request.num_draft_tokens, room))
 
     async def _begun(self, session: WorkerSession, request: DraftRequest) -> Proposal:
-        """Return what was drafted ahead of this round; whatever it is, it is not used again."""
+        """Return what was drafted ahead of this round; it is used at most once."""
         _, running = self._ahead.pop(session.session_id, (None, None))
         ahead = await running if running else None
         if ahead is None:
@@ -92,13 +92,13 @@ class ModelDrafter:
         return Proposal(tokens[: request.num_draft_tokens], drawn_from[: request.num_draft_tokens]) if hit else NOTHING
 
     def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
-        """Draft the round that would follow `proposal`, unless somebody is asking now. Returns at once."""
+        """Draft the round that would follow `proposal`, unless a request is waiting. Returns at once."""
         if self._drafts_ahead and proposal and not self._num_asking:
             drafting = self._drafted_ahead(session, request, proposal)
             self._ahead[session.session_id] = session, asyncio.create_task(drafting)
 
     async def _drafted_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> Ahead | None:
-        """Guess the closing token and draft after it until a session asks; None if nothing was drafted."""
+        """Guess the closing token and draft after it until a request arrives; None if nothing was drafted."""
         *accepted, last = proposal.tokens  # the last one was not fed
         num_committed, start = request.committed_length, request.committed_length + len(accepted)
         if self._is_asked() or start >= self.model.context_length:

@@ -51,7 +51,7 @@ class ProposeTask(Task[Proposal]):
 
     @property
     def num_together(self) -> int:
-        """Drafted ahead, a round feeds what it would feed if it were asked for: forwards of the same shape."""
+        """All tokens, so that a round drafted ahead runs forwards of the same shape as a requested one."""
         return len(self.tokens) if self._is_ahead else super().num_together
 
     def prepare(self) -> None:
@@ -70,7 +70,7 @@ class ProposeTask(Task[Proposal]):
         return SamplingContext(sampling, text[:num_prompt], text[num_prompt:])
 
     def draw_from(self, distribution: SparseDistribution) -> None:
-        """Draw; go on with the token, or end with the K-th: no state is needed after that one."""
+        """Draw a token and continue with it, or finish with the K-th, whose state is not needed."""
         token = draw(distribution, self.uniforms[len(self.drawn)])
         self.drawn.append(token)
         self.distributions.append(distribution)

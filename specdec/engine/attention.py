@@ -1,4 +1,4 @@
-"""The seam between models and attention backends: the one function that every served model attends with.
+"""The interface between models and attention backends: the attention function of every served model.
 
 All sequences' new tokens lie in one row `[1, total_tokens]`, so linear layers run once over all of them. The function
 is registered with transformers' `AttentionInterface` under `ATTENTION_NAME` and hands each layer's queries, keys and
@@ -49,12 +49,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks for besides queries, keys and values."""
+    """What a layer passes besides queries, keys and values."""
 
     scaling: float
-    window: int | None = None  # a token sees those whose positions are less than so many before its own
+    window: int | None = None  # a token attends to positions less than so many before its own
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [heads]: a logit for each head that takes weight and gives no value
+    sinks: torch.Tensor | None = None  # [heads]: an attention sink, one logit per head without a value
 
 
 class AttentionPlan(Protocol):
@@ -86,7 +86,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How much a backend may store, and as what."""
+    """The size and type of a backend's storage."""
 
     num_bytes: int
     block_tokens: int

@@ -1,6 +1,6 @@
-"""The KV cache: which sequences hold blocks of the pool, and which must give them up.
+"""The KV cache: which sequences hold blocks of the pool, and which are evicted.
 
-Idle sequences stay cached until their blocks are needed; the least recently used one goes first.
+Idle sequences stay cached until their blocks are needed; the least recently used one is evicted first.
 """
 
 from collections.abc import Sequence as Slots

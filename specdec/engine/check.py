@@ -3,7 +3,7 @@
 Some architectures ignore the registered attention function and would be silently wrong; so a model is served only after
 its packed forward, fed in pieces and as a tree, truncated and fed again, has given the logits of its own plain forward.
 
-In float32 the two agree to rounding, and any real mistake shows. In bfloat16 rounding is as large as a small mistake,
+In float32 the two agree to rounding, and any real error is visible. In bfloat16 rounding is as large as a small error,
 so a model that computes in bfloat16 is checked twice: a float32 copy of it strictly (where the copy is affordable), and
 itself against the noise between two of its own attention functions.
 """
@@ -85,7 +85,7 @@ def _noise(model: PreTrainedModel, prompts: list[list[int]], own: torch.Tensor) 
 
 
 def _packed_logits(model: LanguageModel, prompts: list[list[int]]) -> torch.Tensor:
-    """Feed the prompts side by side: a chain, a tree, a chain, each after a rejected one; return [tokens, vocab]."""
+    """Feed the prompts in one batch: a chain, a tree, a chain, each after a rejected one; return [tokens, vocab]."""
     sequences = [model.cache.open(f"self-check {index}") for index in range(len(prompts))]
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for start, end, feed_span in ((0.0, 0.3, _feed_chain), (0.3, 0.7, _feed_tree), (0.7, 1.0, _feed_chain)):

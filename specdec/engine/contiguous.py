@@ -39,7 +39,7 @@ class _Run:
 class ContiguousPool:
     """Keys and values of many sequences within `num_bytes`; a `KvPool`.
 
-    Raises CacheFull for bytes that hold not one block, or that the machine does not have.
+    Raises CacheFull if `num_bytes` is less than one block, or more than the machine has.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ContiguousPool:
         return run.first_block + num_blocks <= min(later, default=self.num_blocks)
 
     def _find_place(self, run: _Run, num_blocks: int) -> None:
-        """Move the run into the largest gap; where that is too small, slide all runs together and it to their end."""
+        """Move the run into the largest gap; where that is too small, compact all runs and append it."""
         first, size = max(self._gaps(), key=lambda gap: gap[1])
         if size < num_blocks:
             self._slide_together(last=run)

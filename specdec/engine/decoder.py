@@ -12,7 +12,7 @@ from specdec.engine.linear import pack_linears
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The new tokens of all sequences, one after the other, and which of them something is wanted of."""
+    """The new tokens of all sequences, one after the other, and the rows of which outputs are needed."""
 
     tokens: list[int]
     positions: list[int]

@@ -1,4 +1,4 @@
-"""What goes into a forward and what comes out."""
+"""The inputs and outputs of a forward."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from specdec.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Tokens to append to one sequence, and what is wanted of their positions."""
+    """Tokens to append to one sequence, and the outputs needed at their positions."""
 
     sequence: Sequence
     tokens: list[int]
-    num_rows: int  # logits are wanted of so many last tokens; 0: none
-    parents: tuple[int, ...] = ()  # so many last tokens form a tree: see `exact/tree.py`; empty: all form a chain
+    num_rows: int  # last tokens whose logits are needed; 0: none
+    parents: tuple[int, ...] = ()  # of a tree that the last tokens form (see `exact/tree.py`); empty: a chain
     hidden_layers: tuple[int, ...] = ()  # 0: the embeddings; l: after l layers; num_layers: what the head reads
-    num_observed: int = 0  # hidden states are wanted of so many last tokens
+    num_observed: int = 0  # last tokens whose hidden states are needed
 
 
 @dataclass(frozen=True, slots=True)

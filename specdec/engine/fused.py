@@ -24,13 +24,13 @@ Rows = torch.Tensor  # [num_tokens, width]
 
 
 def has_fused_forward(model: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` knows the model's architecture."""
+    """Return whether `FusedDecoder` supports the model's architecture."""
     rotary = getattr(model.base_model, "rotary_emb", None)
     return type(model).__name__ in FUSED_ARCHITECTURES and getattr(rotary, "rope_type", None) in STATIC_ROPE_TYPES
 
 
 class FusedDecoder:
-    """Computes a model's logits from its own weights, which it takes over: the model cannot run by itself any more."""
+    """Computes a model's logits from its own weights, which it takes: the model cannot run any more."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         base: Any = model.base_model

@@ -54,7 +54,7 @@ def pack_linears(model: nn.Module) -> int:
 
 
 def try_prepack(module: nn.Module) -> PackedLinear | None:
-    """Return the module with its weight packed, or None where that brings nothing or is not supported.
+    """Return the module with its weight packed, or None where that is not faster or not supported.
 
     Not supported: other modules, other types, GPUs, a torch without oneDNN, a processor without the instructions, or
     a packed product that is not close to the plain one.

@@ -50,7 +50,7 @@ def load_language_model(
     `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
     computes it faster). The cache takes `kv_cache_bytes` bytes. Only safetensors weights are read, and no code that
     comes with a model is run. Raises ModelRefused when the model cannot be loaded or served exactly, CacheFull when
-    the bytes hold not one block or are not there.
+    the bytes are less than one block or cannot be allocated.
     """
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend)
     pretrained = load_pretrained(name_or_path, choose_device(device), dtype)

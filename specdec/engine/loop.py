@@ -1,4 +1,4 @@
-"""The engine thread: it alone touches the model and the cache.
+"""The engine thread: only it uses the model and the cache.
 
 A task's life:
 1. `EngineLoop.run` puts it into the inbox and awaits it on the event loop.
@@ -87,7 +87,7 @@ class EngineLoop(Generic[TaskT]):
     async def run(self, task: TaskT) -> Any:
         """Run `task` to its end and return what it finished with, or raise what it failed with.
 
-        Cancelling drops the task at the next step; tasks that share its batch do not notice.
+        Cancelling drops the task at the next step; other tasks of its batch are not affected.
         """
         if self._stopping or not self._thread.is_alive():
             raise EngineError("the engine is not running; start it first, or ask another worker")
@@ -121,7 +121,7 @@ class EngineLoop(Generic[TaskT]):
         return 0.0 if began_s is None else time.perf_counter() - began_s
 
     def is_stalled(self, max_age_s: float) -> bool:
-        """Whether there is work that makes no progress: a step takes longer than `max_age_s`, or the thread is gone."""
+        """Whether work makes no progress: a step takes longer than `max_age_s`, or the thread has ended."""
         return self.last_step_age_s > max_age_s or not self._thread.is_alive()
 
     def _call(self, function: Callable[[], None]) -> None:

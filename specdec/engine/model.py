@@ -1,6 +1,6 @@
 """The batched language model that both workers share: any transformers causal LM, without padding.
 
-`LanguageModel.forward` appends tokens to many sequences at once and returns what was asked for of their positions.
+`LanguageModel.forward` appends tokens to many sequences at once and returns the requested outputs at their positions.
 `load.py` makes one.
 """
 
@@ -20,7 +20,7 @@ from specdec.exact.tree import depths_of
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What there is to know of a model besides its weights."""
+    """The facts of a model besides its weights."""
 
     name: str
     context_length: int
@@ -66,7 +66,7 @@ class LanguageModel:
         return output
 
     def check(self, feed: Feed) -> None:
-        """Raise EngineError for a feed that makes no sense to the model, SequenceTooLong past the context length."""
+        """Raise EngineError for an invalid feed, SequenceTooLong past the context length."""
         _check_counts(feed)
         self._check_layers(feed)
         if not 0 <= min(feed.tokens) <= max(feed.tokens) < self.num_token_ids:

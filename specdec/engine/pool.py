@@ -1,4 +1,4 @@
-"""The seam between the cache, which decides who holds how many blocks, and the storage of keys and values."""
+"""The interface between the cache, which decides who holds how many blocks, and the storage of keys and values."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -21,7 +21,7 @@ class LayerShape(NamedTuple):
 class KvPool(Protocol):
     """Blocks of slots, one slot a token, for the keys and values of sequences that are known by their keys.
 
-    Where a sequence's slots lie is the pool's own business, and that of the attention backend that was written for it.
+    Only the pool and its attention backend know where a sequence's slots are.
     """
 
     @property

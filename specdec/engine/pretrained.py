@@ -43,7 +43,7 @@ def _cpu_has_bfloat16() -> bool:
 def load_pretrained(name_or_path: str, device: torch.device, dtype: str) -> PreTrainedModel:
     """Return the model on `device` in evaluation mode, attending with transformers' own functions.
 
-    Raises ModelRefused for whatever keeps it from being loaded safely and served exactly.
+    Raises ModelRefused if it cannot be loaded safely and served exactly.
     """
     path = Path(name_or_path).expanduser()
     if looks_like_path(name_or_path):
@@ -79,7 +79,7 @@ def _width(config: PreTrainedConfig) -> int:
 
 
 def looks_like_path(name_or_path: str) -> bool:
-    """Tell folders from hub ids; what looks like a folder is never asked of the hub."""
+    """Distinguish folders from hub ids; what looks like a folder is never looked up in the hub."""
     return name_or_path.startswith((".", "/", "~")) or name_or_path.count(os.sep) > 1 or Path(name_or_path).exists()
 
 

@@ -1,4 +1,4 @@
-"""Who takes part in the next forward.
+"""The scheduler: which tasks take part in the next forward.
 
 Decoding tasks first, in order of arrival, then pieces of prompts. A task runs from its first forward to its end, with
 its sequence pinned; a waiting task holds nothing that cannot be evicted. When memory is short the youngest running task
@@ -16,7 +16,7 @@ from specdec.engine.task import TaskState
 
 
 class Forwards(Protocol):
-    """What the loop needs of a model."""
+    """The model interface that the loop needs."""
 
     @property
     def cache(self) -> KvCache:
@@ -60,7 +60,7 @@ class Schedule(Generic[TaskT]):
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._waiting: list[_Place[TaskT]] = []  # and suspended; in order of arrival
         self._running: list[_Place[TaskT]] = []
-        self._ended: list[TaskT] = []  # whose ends are still to be told
+        self._ended: list[TaskT] = []  # whose results are not delivered yet
         self._num_ended = 0
 
     @property
@@ -98,7 +98,7 @@ class Schedule(Generic[TaskT]):
         return ended
 
     def check(self, task: TaskT) -> None:
-        """Raise what would make the task fail in a forward, where it could harm others."""
+        """Raise what would make the task fail in a forward, where it would fail the batch."""
         if not task.tokens:
             raise EngineError(f"task {task.key!r} was neither ended nor given tokens; do one of them")
         self._model.check(task.next_feed(len(task.tokens)))
@@ -114,13 +114,13 @@ class Schedule(Generic[TaskT]):
             )
 
     def _continue_running(self, batch: Batch[TaskT]) -> None:
-        """Give each running task its turn; while the cache is full the youngest is suspended, or the task itself."""
+        """Add each running task to the batch; while the cache is full suspend the youngest, or the task itself."""
         for place in sorted(self._running, key=lambda place: (not place.is_decoding, place.number)):
             while place.task.state is TaskState.RUNNING and not self._reserve(place.task, batch):
                 self._suspend(self._youngest_outside(batch))
 
     def _admit_waiting(self, batch: Batch[TaskT]) -> None:
-        """Give waiting tasks their turn in order of arrival, up to the first that finds no room.
+        """Admit waiting tasks in order of arrival, up to the first that does not fit.
 
         A task whose sequence is in use waits, and does not hold up the tasks after it.
         """
@@ -162,7 +162,7 @@ class Schedule(Generic[TaskT]):
         return not task.done
 
     def _reserve(self, task: TaskT, batch: Batch[TaskT]) -> bool:
-        """Add the task's next piece to the batch, if there is a turn for it; return False where the cache is full."""
+        """Add the task's next piece to the batch, if the batch has room; return False where the cache is full."""
         num_tokens = batch.num_tokens_for(task)
         if num_tokens == 0:
             return True
@@ -174,7 +174,7 @@ class Schedule(Generic[TaskT]):
         return True
 
     def _run(self, place: _Place[TaskT], batch: Batch[TaskT]) -> None:
-        """Let a task run if it is part of the batch; there may have been no turn for it."""
+        """Let a task run if it is part of the batch; the batch may have had no room."""
         task = place.task
         if batch.has(task):
             self._waiting.remove(place)
@@ -194,7 +194,7 @@ class Schedule(Generic[TaskT]):
         self._waiting.sort(key=lambda place: place.number)
 
     def _end(self, place: _Place[TaskT]) -> None:
-        """Give back what a task that is done holds; if it failed, its sequence goes back to where it began."""
+        """Release what a finished task holds; if it failed, truncate its sequence to its initial length."""
         task, state = place.task, place.task.state
         self._num_ended += 1
         task.state = TaskState.ENDED

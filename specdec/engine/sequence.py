@@ -1,7 +1,7 @@
-"""One cached sequence: its token ids, and the draft tokens that wait for their verdict.
+"""One cached sequence: its token ids, and the draft tokens that are not verified yet.
 
 The tokens are a committed text, then a pending tree of draft tokens that hangs from the text's last token (a chain is a
-tree). When the next round's tokens come, the path that they take through the tree is kept and the rest forgotten.
+tree). The next round's tokens keep their path through the tree; the rest is dropped.
 """
 
 import sys
@@ -161,7 +161,7 @@ class Sequence:
         """Truncate to `start`, to append `tokens`; return what is left to feed of them, at least `min_fed` tokens.
 
         Cached tokens after `start` that equal `tokens` are kept if `start` is where the pending tree hangs from (along
-        any path of the tree), with `match` (from wherever), and where the pending round began with the same `start`
+        any path of the tree), with `match` (from any position), and where the pending round began with the same `start`
         (as many as it kept then, so that a repeated message feeds what it fed before). Then `num_committed` tokens
         count as committed. Raises CacheMiss, with the number of committed tokens, if fewer than `start` tokens are
         cached as one text.

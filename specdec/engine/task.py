@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 
 
 class TaskState(Enum):
-    """Where a task stands."""
+    """The state of a task."""
 
     NEW = auto()  # known to no loop
     WAITING = auto()  # for its first forward
@@ -33,7 +33,7 @@ class TaskState(Enum):
 
 @dataclass(slots=True)
 class TaskTimes:
-    """Where a task's time went, in seconds."""
+    """The times of a task, in seconds."""
 
     queue_s: float = 0.0  # from arrival to its first forward
     forward_s: float = 0.0  # in the forwards that it took part in
@@ -48,7 +48,7 @@ class Task(Generic[ResultT]):
     tokens after `start` that are the same. With `hidden_layers`, `hidden_states` holds the states of the last
     `num_observed` tokens when the rows are due, fewer where fewer were fed.
 
-    Subclass it to carry what the processor needs. When the rows are due the processor gets the task and its logits; it
+    Subclass it to add what the processor needs. When the rows are due the processor gets the task and its logits; it
     ends the task (`finish`, `fail`) or lets it go on (`proceed`). Everything but the constructor runs on the engine
     thread.
     """

@@ -1,1 +1,1 @@
-"""What draft, target and coordinator must compute alike: distributions, sampling, randomness, the wire codec."""
+"""What draft, target and coordinator must compute identically: distributions, sampling, randomness, the wire codec."""

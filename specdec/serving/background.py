@@ -12,7 +12,7 @@ THREAD_NAME = "background work"
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Return what `work` returns, or raise what it raises. A caller that is cancelled leaves the thread behind."""
+    """Return what `work` returns, or raise what it raises. Cancelling the caller does not stop the thread."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 

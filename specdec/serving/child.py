@@ -1,4 +1,4 @@
-"""One service as a child process: its log lines, its port, its last words, and its leash.
+"""One service as a child process: its log lines, its port, its last error, and its end with the parent.
 
 `python -m specdec.serving.child PARENT_PID MODULE FLAGS...` asks the kernel for SIGKILL when its parent dies,
 however that happens, and then becomes the service. Only Linux has that (PR_SET_PDEATHSIG):
@@ -22,11 +22,11 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 MAX_LINE_BYTES = 1 << 20
-# how long a pipe may outlive its process: whatever that started may still hold it
+# how long a pipe may outlive its process: its children may still hold it
 LAST_LINES_S = 0.5
 _GRPC_CHATTER = re.compile(
     r"[IW]\d{4} \d\d:\d\d:\d\d"
-)  # the C core's own log; its lines say nothing of why a process ended
+)  # the C core's own log; its lines do not explain why a process ended
 
 LogLine = dict[str, Any]
 OnLine = Callable[[str, LogLine], None]
@@ -59,7 +59,7 @@ class Child:
     ) -> "Child":
         """Start `python -m module` with its standard error and output read line by line.
 
-        It gets a process group of its own: a Ctrl-C reaches the parent alone, which ends its children in order.
+        It gets a process group of its own: a Ctrl-C reaches only the parent, which ends its children in order.
         """
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "specdec.serving.child", str(os.getpid()), module, *flags),
@@ -73,7 +73,7 @@ class Child:
         return cls(name, process, on_line)
 
     async def stop(self, patience_s: float) -> None:
-        """DraftRequest it to end, and kill it and whatever it started if it has not within `patience_s`."""
+        """Send SIGTERM; kill it and its own children if it has not ended within `patience_s`."""
         self.signal(signal.SIGTERM)
         await asyncio.wait([self.ended], timeout=patience_s)
         self.kill()
@@ -91,7 +91,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def describe_end(self) -> str:
-        """Say in one sentence how it ended, with its last words."""
+        """Say in one sentence how it ended, with its last error."""
         code = self.ended.result()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"the {self.name} {how}" + (f": {self.last_error_line}" if self.last_error_line else "")

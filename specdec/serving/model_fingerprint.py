@@ -1,7 +1,7 @@
 """A hash of everything that a model's output depends on: two workers with the same one serve the same model.
 
 It covers the bytes of the weights, the configuration, the number type, the quantisation, and the tokenizer with the
-tokens that end a text. It does not cover where the folder lies, nor the processor, whose rounding may differ.
+tokens that end a text. It does not cover the folder's path, nor the processor, whose rounding may differ.
 """
 
 import hashlib

@@ -28,7 +28,7 @@ WATCH_S = 1.0
 
 
 async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
-    """Load the model on a thread of its own, so that health answers meanwhile.
+    """Load the model on a separate thread, so that health checks are answered meanwhile.
 
     Raises ModelRefused, CacheFull or TokenizerMissing.
     """
@@ -55,7 +55,7 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
     return ModelInfo(
         name=path.resolve().name if path.is_dir() else model.name,
         tokenizer_fingerprint=fingerprint(tokenizer),
-        # a tokenizer may know more than the model: what the model cannot read is no token of it
+        # a tokenizer may have more tokens than the model; ids that the model cannot read do not count
         vocab_size=min(num_token_ids(tokenizer), model.num_token_ids, model.vocab_size),
         # what does not fit into the whole cache can never be served
         context_length=min(model.context_length, model.cache.num_tokens),
@@ -122,7 +122,7 @@ async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watc
 
 
 async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:
-    """Run a task to its end. Raises its SpecdecError or CacheMiss; UnavailableError where the engine is gone."""
+    """Run a task to its end. Raises its SpecdecError or CacheMiss; UnavailableError where the engine has stopped."""
     try:
         return await engine.run(task)
     except CacheMiss:

@@ -43,11 +43,11 @@ _SERVER_OPTIONS = (
 
 
 class CannotServe(Exception):
-    """The service cannot start, or cannot go on. The message is for people."""
+    """The service cannot start, or cannot continue. The message is for the operator."""
 
 
 class Malformed:
-    """Stands for a message that could not be parsed until the handler is there to say so."""
+    """Replaces a message that could not be parsed, until the handler refuses it."""
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -242,7 +242,7 @@ async def run_service(settings: ServiceSettings, name: str, service: str, build:
 
 
 async def _serve_until(told: "asyncio.Task[Any]", settings: ServiceSettings, service: str, build: Build) -> None:
-    """Serve until told to stop; stop loading at once when told so early."""
+    """Serve until told to stop; stop loading at once if told during loading."""
     stack = AsyncExitStack()
     entering = asyncio.ensure_future(stack.enter_async_context(serving(settings, service, build)))
     await asyncio.wait({entering, told}, return_when=asyncio.FIRST_COMPLETED)

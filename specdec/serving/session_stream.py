@@ -24,7 +24,7 @@ MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; the least recent is forgotten f
 
 @dataclass(frozen=True, slots=True)
 class WorkerSession:
-    """What a worker is told of a session when a stream opens."""
+    """The session facts that a worker receives when a stream opens."""
 
     session_id: str
     epoch: int
@@ -46,14 +46,14 @@ def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None) -
 
 
 class EpochFence:
-    """The highest epoch that each session came with; lower ones belong to owners who lost it."""
+    """The highest epoch that each session came with; lower ones are of former owners."""
 
     def __init__(self, max_sessions: int = MAX_REMEMBERED_SESSIONS) -> None:
         self._epochs: OrderedDict[str, int] = OrderedDict()  # least recently heard of first
         self._max_sessions = max_sessions
 
     def check(self, session: WorkerSession) -> None:
-        """Take note of the session's epoch. Raises FencedError if a higher one has come."""
+        """Record the session's epoch. Raises FencedError if a higher one was seen."""
         highest = self._epochs.get(session.session_id, 0)
         if session.epoch < highest:
             raise FencedError(

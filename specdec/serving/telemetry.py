@@ -90,7 +90,7 @@ def _frames(trace: TracebackType | None) -> list[str]:
 
 
 def log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Log what nobody caught; in the main thread it is about to end the process."""
+    """Log an uncaught exception; in the main thread it ends the process."""
     if not issubclass(kind, KeyboardInterrupt | SystemExit):
         get_logger().critical("uncaught", exc_info=(kind, error or kind(), trace))
 

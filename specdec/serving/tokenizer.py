@@ -9,7 +9,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from tokenizers import Tokenizer
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
-# everything beside the weights that says what a model's tokens mean
+# every file besides the weights that defines a model's tokens
 FILES = (TOKENIZER_FILE, "tokenizer_config.json", "chat_template.jinja", CONFIG_FILE, "generation_config.json")
 
 
@@ -59,7 +59,7 @@ def load_tokenizer(name_or_path: str) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise TokenizerMissing(f"{file} is not a tokenizer: {error}") from error
-    # some files ask for both, and a prompt would be cut in silence
+    # some files ask for both, and a prompt would be truncated silently
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,4 +1,4 @@
-"""The `specdec` command as people use it: real processes, real signals, real exit codes."""
+"""The `specdec` command as users run it: real processes, signals and exit codes."""
 
 import asyncio
 import json
@@ -46,13 +46,13 @@ async def start(*arguments: str, **streams: Any) -> asyncio.subprocess.Process:
 
 
 async def specdec(*arguments: str, text: bytes = b"") -> Outcome:
-    """Run the command to its end."""
+    """Run the command and wait for its exit."""
     process = await start(*arguments, stdin=asyncio.subprocess.PIPE)
     out, err = await process.communicate(text)
     return Outcome(process.returncode, out.decode(), err.decode())
 
 
-# ---- wrong usage: no process needed, nothing is started
+# ---- wrong usage, in this process
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def dead_port() -> int:
 
 
 def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcome:
-    """Run the command in this process, with these variables and no others of specdec."""
+    """Run the command in this process; `environment` holds the only SPECDEC_ variables."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SPECDEC_")}
     out, err = StringIO(), StringIO()
     with (
@@ -106,7 +106,7 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["generate", "x", "--seed", "-1"], "--seed"),
     ],
 )
-def test_wrong_usage_is_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_wrong_usage_gives_one_sentence(arguments: list[str], sentence: str) -> None:
     outcome = run(*arguments)
     assert outcome.code == 2
     assert sentence in outcome.err
@@ -124,14 +124,14 @@ def test_misspelt_address_variable_is_refused(name: str, dead_port: int) -> None
 @pytest.mark.parametrize(
     "name", [name for kind in (CoordinatorSettings, TargetSettings, DraftSettings) for name in variable_names(kind)]
 )
-def test_variables_of_services_are_ignored(name: str, dead_port: int) -> None:
+def test_service_variables_are_ignored(name: str, dead_port: int) -> None:
     outcome = run("model", "--address", f"127.0.0.1:{dead_port}", environment={name: "x"})
     assert outcome.code == 1
     assert "no specdec answers" in outcome.err
 
 
 @pytest.mark.parametrize("words", [[], ["session"]])
-def test_no_command_prints_the_help(words: list[str]) -> None:
+def test_missing_command_prints_the_help(words: list[str]) -> None:
     outcome = run(*words)
     assert outcome.code == 2
     assert "COMMAND" in outcome.out
@@ -140,7 +140,7 @@ def test_no_command_prints_the_help(words: list[str]) -> None:
 @pytest.mark.parametrize(
     "words", [["generate"], ["session"], ["session", "resume"], ["model"], ["version"], ["up"], []]
 )
-def test_help_is_no_error(words: list[str]) -> None:
+def test_help_exits_with_zero(words: list[str]) -> None:
     outcome = run(*words, "--help")
     assert (outcome.code, outcome.err) == (0, "")
     assert "usage: specdec" in outcome.out
@@ -194,7 +194,7 @@ def test_dead_server_is_named_with_the_remedy(command: list[str], dead_port: int
     assert outcome == Outcome(1, "", f"specdec: no specdec answers on {address}; {remedy}\n")
 
 
-def test_version() -> None:
+def test_version_is_printed() -> None:
     assert run("version").out.startswith("specdec 0.")
 
 
@@ -212,8 +212,8 @@ async def address(service: Service) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
 
 
-async def test_every_flag_arrives(service: Service, address: str) -> None:
-    service.acts = [sends(*WHOLE)]
+async def test_every_flag_reaches_the_request(service: Service, address: str) -> None:
+    service.handlers = [sends(*WHOLE)]
     sampling = [
         *("--temperature", "0.5", "--top-k", "7", "--top-p", "0.75", "--min-p", "0.25", "--seed", "11"),
         *("--repetition-penalty", "1.5", "--presence-penalty", "2", "--frequency-penalty", "-1"),
@@ -225,7 +225,7 @@ async def test_every_flag_arrives(service: Service, address: str) -> None:
         "generate", "hi", "--address", address, "--request-id", "r", "--chat", *sampling, *speculation
     )
     assert outcome.code == 0
-    assert service.asked == [
+    assert service.requests == [
         pb.GenerateRequest(
             request_id="r",
             chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")]),
@@ -252,15 +252,15 @@ async def test_every_flag_arrives(service: Service, address: str) -> None:
     ]
 
 
-async def test_pipe_gets_the_text_alone(service: Service, address: str) -> None:
-    service.acts = [sends(*WHOLE)]
+async def test_pipe_gets_only_the_text(service: Service, address: str) -> None:
+    service.handlers = [sends(*WHOLE)]
     outcome = await specdec("generate", "-", "--address", address, text="größer".encode())
     assert outcome.out == TEXT
     assert outcome.err == (
         "7 tokens in 2.00 s (3.5 tokens/s) · 4 rounds of 1.75 tokens · 50% of 6 draft tokens accepted · "
         "draft 0.00 s, score 0.00 s, commit 0.00 s · ended by stop\n"
     )
-    assert service.asked[0].text == "größer"
+    assert service.requests[0].text == "größer"
 
 
 async def test_input_must_be_utf8(service: Service, address: str) -> None:
@@ -268,8 +268,8 @@ async def test_input_must_be_utf8(service: Service, address: str) -> None:
     assert outcome == Outcome(2, "", "specdec: standard input is not UTF-8 (byte 2); convert it first\n")
 
 
-async def test_json_is_one_object_a_chunk(service: Service, address: str) -> None:
-    service.acts = [sends(*WHOLE)]
+async def test_json_has_one_line_per_chunk(service: Service, address: str) -> None:
+    service.handlers = [sends(*WHOLE)]
     outcome = await specdec("generate", "x", "--address", address, "--json")
     chunks = [json.loads(line) for line in outcome.out.splitlines()]
     assert "".join(chunk["text"] for chunk in chunks) == TEXT
@@ -288,7 +288,7 @@ async def test_json_is_one_object_a_chunk(service: Service, address: str) -> Non
 
 
 async def test_terminal_shows_token_origin_in_colour(service: Service, address: str) -> None:
-    service.acts = [sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE)]
     master, slave = pty.openpty()
     process = await start("generate", "x", "--address", address, stdout=slave)
     os.close(slave)
@@ -300,7 +300,7 @@ async def test_terminal_shows_token_origin_in_colour(service: Service, address: 
 
 def read_terminal(master: int) -> str:
     shown = b""
-    with suppress(OSError):  # how Linux says that the other side is closed
+    with suppress(OSError):  # Linux raises EIO once the other side is closed
         while data := os.read(master, 1 << 16):
             shown += data
     os.close(master)
@@ -308,7 +308,7 @@ def read_terminal(master: int) -> str:
 
 
 async def test_server_error_becomes_one_sentence(service: Service, address: str) -> None:
-    service.acts = [
+    service.handlers = [
         sends(then=errors.InvalidArgumentError({"sampling.top_p": "is 7; give a number in (0, 1], or leave it unset"})),
         sends(then=errors.NotFoundError("there is no such session")),
     ]
@@ -318,7 +318,7 @@ async def test_server_error_becomes_one_sentence(service: Service, address: str)
     assert gone == Outcome(1, "", "specdec: there is no such session\n")
 
 
-async def test_session_commands(service: Service, address: str) -> None:
+async def test_session_can_be_shown_cancelled_and_resumed(service: Service, address: str) -> None:
     shown = pb.GetSessionResponse(
         session_id=SESSION,
         status=pb.SESSION_STATUS_ACTIVE,
@@ -330,18 +330,18 @@ async def test_session_commands(service: Service, address: str) -> None:
         sampling=types_pb2.SamplingParams(seed=5, logit_bias={1: 2.0}),
     )
     cancelled = pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED)
-    service.acts = [
+    service.handlers = [
         lambda request, send, context: send(shown),
         lambda request, send, context: send(shown),
         lambda request, send, context: send(cancelled),
         sends(*WHOLE[1:]),
         sends(*WHOLE),
     ]
-    people = await specdec("session", "show", SESSION, "--address", address)
-    assert "active, epoch 2" in people.out
-    assert "'Once upon'" in people.out
-    machines = json.loads((await specdec("session", "show", SESSION, "--address", address, "--json")).out)
-    assert (machines["status"], machines["sampling"]["seed"], machines["tokens"]) == ("active", 5, [1, 2])
+    shown_text = await specdec("session", "show", SESSION, "--address", address)
+    assert "active, epoch 2" in shown_text.out
+    assert "'Once upon'" in shown_text.out
+    shown_json = json.loads((await specdec("session", "show", SESSION, "--address", address, "--json")).out)
+    assert (shown_json["status"], shown_json["sampling"]["seed"], shown_json["tokens"]) == ("active", 5, [1, 2])
     assert (await specdec("session", "cancel", SESSION, "--address", address)).out == "cancelled\n"
     digest = digest_at(2).hex()
     resumed = await specdec("session", "resume", SESSION, "--address", address, "--offset", "2", "--digest", digest)
@@ -351,7 +351,7 @@ async def test_session_commands(service: Service, address: str) -> None:
 
 @dataclass
 class Endless:
-    """A stream that sends its next chunk when told to, and notes that it was cancelled."""
+    """A handler that sends its next chunks after `go_on` is set, and records that the call was cancelled."""
 
     go_on: asyncio.Event
     cancelled: asyncio.Event
@@ -367,7 +367,7 @@ class Endless:
 
 async def test_ctrl_c_cancels_and_names_the_session(service: Service, address: str) -> None:
     endless = Endless(asyncio.Event(), asyncio.Event())
-    service.acts = [endless]
+    service.handlers = [endless]
     process = await start("generate", "x", "--address", address)
     assert process.stdout
     assert await process.stdout.readexactly(len("Once upon")) == b"Once upon"
@@ -382,7 +382,7 @@ async def test_ctrl_c_cancels_and_names_the_session(service: Service, address: s
 
 async def test_closed_pipe_ends_quietly(service: Service, address: str) -> None:
     endless = Endless(asyncio.Event(), asyncio.Event())
-    service.acts = [endless]
+    service.handlers = [endless]
     reader, writer = os.pipe()
     process = await start("generate", "x", "--address", address, stdout=writer)
     os.close(writer)
@@ -395,7 +395,7 @@ async def test_closed_pipe_ends_quietly(service: Service, address: str) -> None:
 
 
 async def test_full_output_is_an_error(service: Service, address: str) -> None:
-    service.acts = [sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE)]
     full = os.open("/dev/full", os.O_WRONLY)
     process = await start("generate", "x", "--address", address, stdout=full)
     os.close(full)
@@ -403,7 +403,7 @@ async def test_full_output_is_an_error(service: Service, address: str) -> None:
     assert (process.returncode, err.decode()) == (1, "specdec: cannot go on: [Errno 28] No space left on device\n")
 
 
-# ---- what `up` starts, without starting it
+# ---- the commands of `up`, not started
 
 
 @pytest.mark.parametrize(("num_cores", "threads"), [(1, (1, 1)), (2, (1, 1)), (4, (2, 1)), (8, (4, 2)), (64, (32, 4))])
@@ -436,7 +436,7 @@ def test_draft_model_is_optional() -> None:
     assert not plain.draft
 
 
-def test_the_stores_address_is_on_no_command_line() -> None:
+def test_store_address_is_not_on_command_lines() -> None:
     """It may hold a password, and every user of the machine can read command lines."""
     command = coordinator_command(Options("t", store="redis://:secret@127.0.0.1/0"), [1], [])
     assert not any("secret" in flag for flag in command.flags)
@@ -453,7 +453,7 @@ def test_services_get_their_own_variables() -> None:
     assert environment_of(draft, mine)["SPECDEC_SUPPORT_MAX"] == "5"
 
 
-# ---- one child
+# ---- one child process
 
 
 def test_log_lines_are_events_or_text() -> None:
@@ -486,7 +486,7 @@ async def child_of(source: str, folder: Path, lines: list[LogLine]) -> Child:
     return await Child.start("toy", "toy_service", [], environment, lambda _, line: lines.append(line))
 
 
-async def test_stubborn_child_is_killed(tmp_path: Path) -> None:
+async def test_child_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     lines: list[LogLine] = []
     child = await child_of(STUBBORN, tmp_path, lines)
     assert await child.port == 5
@@ -502,7 +502,7 @@ async def test_child_keeps_its_last_error_line(tmp_path: Path) -> None:
     assert len(lines) == 2
 
 
-# ---- the real thing
+# ---- `up` with real services
 
 
 @pytest.fixture(scope="module")
@@ -519,7 +519,7 @@ class Up:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
         self.errors: list[str] = []
-        self._news = asyncio.Condition()
+        self._new_line = asyncio.Condition()
         self._reading = asyncio.create_task(self._read_errors())
 
     async def ready(self) -> str:
@@ -529,10 +529,10 @@ class Up:
         assert line.startswith("specdec ready on "), "".join(self.errors)
         return line.removeprefix("specdec ready on ").strip()
 
-    async def said(self, word: str) -> None:
-        """Return once a service logged this."""
-        async with self._news:
-            await self._news.wait_for(lambda: any(word in line for line in self.errors))
+    async def logged(self, word: str) -> None:
+        """Wait until a log line contains `word`."""
+        async with self._new_line:
+            await self._new_line.wait_for(lambda: any(word in line for line in self.errors))
 
     async def ended(self) -> int:
         await self._reading
@@ -548,9 +548,9 @@ class Up:
     async def _read_errors(self) -> None:
         assert self.process.stderr
         async for line in self.process.stderr:
-            async with self._news:
+            async with self._new_line:
                 self.errors.append(line.decode())
-                self._news.notify_all()
+                self._new_line.notify_all()
 
 
 @asynccontextmanager
@@ -565,7 +565,7 @@ async def up(*arguments: str) -> AsyncIterator[Up]:
 
 
 def status_of(number: int) -> list[str]:
-    """Return the kernel's words on a process, from its state on; none where it is gone."""
+    """Return the fields of /proc/NUMBER/stat from the process state on; empty if the process is gone."""
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     return []
@@ -577,17 +577,17 @@ def parent_of(number: int) -> int | None:
 
 
 def is_alive(number: int) -> bool:
-    """Say whether a process runs; one that ended and that nobody asked about yet does not."""
+    """Return whether a process runs; a zombie does not."""
     return status_of(number)[:1] not in ([], ["Z"])
 
 
 async def all_gone(numbers: Sequence[int]) -> None:
-    """Return once none of the processes is left; the test's own timeout is the bound."""
-    while any(map(is_alive, numbers)):  # noqa: ASYNC110  # the kernel tells only parents
+    """Wait until all processes are gone; only the test's timeout limits the wait."""
+    while any(map(is_alive, numbers)):  # noqa: ASYNC110  # the kernel notifies only the parent
         await asyncio.sleep(0.01)
 
 
-async def test_up_serves_and_ctrl_c_ends_it(models: tuple[str, str]) -> None:
+async def test_up_serves_until_ctrl_c(models: tuple[str, str]) -> None:
     target, draft = models
     async with up("--target", target, "--draft", draft, "--dtype", "float32") as running:
         address = await running.ready()
@@ -615,12 +615,12 @@ async def test_second_signal_ends_hanging_streams(models: tuple[str, str]) -> No
         os.kill(children["target_service"], signal.SIGSTOP)
         streaming = await start("generate", "t5", "--address", address)
         running.process.send_signal(signal.SIGTERM)
-        await running.said("draining")
+        await running.logged("draining")
         assert is_alive(children["target_service"])
         running.process.send_signal(signal.SIGTERM)
         assert await running.ended() == 0
         await all_gone([*children.values()])
-        with suppress(ProcessLookupError):  # it may have given up by itself
+        with suppress(ProcessLookupError):  # it may have exited already
             streaming.kill()
         await streaming.communicate()
 
@@ -644,7 +644,7 @@ async def test_one_dead_child_ends_the_others(models: tuple[str, str]) -> None:
         await all_gone([*children.values()])
 
 
-async def test_unservable_model_is_one_sentence(tmp_path: Path) -> None:
+async def test_unservable_model_gives_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     async with up("--target", str(tmp_path)) as running:
         assert await running.ended() == 1

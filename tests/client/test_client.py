@@ -1,4 +1,4 @@
-"""The asynchronous client against a service that breaks as the test says: the text comes whole, or an error does."""
+"""The asynchronous client against a scripted service that fails: it returns the whole text or raises an error."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ from specdec import (
 from specdec.channel import open_channel
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
-from tests.support.scripted import SESSION, TEXT, TOKENS, WHOLE, Act, Send, Service, chunk, digest_at, sends, served
+from tests.support.scripted import SESSION, TEXT, TOKENS, WHOLE, Handler, Send, Service, chunk, digest_at, sends, served
 
 
 @pytest.fixture
@@ -36,17 +36,17 @@ async def client(service: Service) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def answers(message: object) -> Act:
-    """An act that answers a call with one message."""
+def answers(message: object) -> Handler:
+    """Return a handler that answers a call with one message."""
 
-    async def act(request: Any, send: Send, context: Any) -> None:
+    async def handler(request: Any, send: Send, context: Any) -> None:
         await send(message)
 
-    return act
+    return handler
 
 
 class Endless:
-    """An act that sends the first chunk and then nothing, and notes that the call was cancelled."""
+    """A handler that sends the first chunk and then nothing, and records that the call was cancelled."""
 
     def __init__(self, *, begins: bool = True) -> None:
         self.arrived = asyncio.Event()
@@ -61,11 +61,11 @@ class Endless:
         await asyncio.Event().wait()
 
 
-# ---- what is sent, what comes
+# ---- requests and chunks
 
 
 async def test_chunks_arrive_as_committed(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE)]
     chunks = [chunk async for chunk in client.generate("hello")]
     assert [one.offset for one in chunks] == [0, 2, 3, 6]
     assert [one.tokens for one in chunks] == [(1, 2), (3,), (4, 5, 6), (7,)]
@@ -77,7 +77,7 @@ async def test_chunks_arrive_as_committed(service: Service, client: AsyncClient)
 
 async def test_complete_joins_all_chunks(service: Service, client: AsyncClient) -> None:
     top = pb.TokenLogprobs(logprob=-0.5, top=[pb.TopLogprob(token=9, logprob=-0.25)])
-    service.acts = [sends(*WHOLE[:3], chunk(3, logprobs=[top]))]
+    service.handlers = [sends(*WHOLE[:3], chunk(3, logprobs=[top]))]
     completion = await client.complete("hello")
     assert (completion.session_id, completion.text, completion.tokens) == (SESSION, TEXT, TOKENS)
     assert completion.digest == digest_at(7)
@@ -101,20 +101,20 @@ async def test_complete_joins_all_chunks(service: Service, client: AsyncClient) 
 async def test_prompt_is_text_or_tokens(
     service: Service, client: AsyncClient, arguments: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    service.acts = [sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE)]
     await client.complete(**arguments, request_id="r")
-    assert service.asked == [pb.GenerateRequest(request_id="r", **fields)]
+    assert service.requests == [pb.GenerateRequest(request_id="r", **fields)]
 
 
 @pytest.mark.parametrize("message", [("user", "hi"), ChatMessage("user", "hi"), {"role": "user", "content": "hi"}])
 async def test_chat_sends_messages(service: Service, client: AsyncClient, message: Any) -> None:
-    service.acts = [sends(*WHOLE), sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE), sends(*WHOLE)]
     answer = await client.chat(messages=[message], request_id="r", temperature=0.5)
     async with client.stream_chat([message], request_id="r", temperature=0.5) as stream:
         assert await stream.result() == answer
     prompt = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
     sampling = messages_of(SamplingParams(temperature=0.5))
-    assert service.asked == [pb.GenerateRequest(request_id="r", chat=prompt, sampling=sampling)] * 2
+    assert service.requests == [pb.GenerateRequest(request_id="r", chat=prompt, sampling=sampling)] * 2
 
 
 def messages_of(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -133,10 +133,10 @@ def messages_of(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 async def test_unset_parameters_stay_unset(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE), sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE), sends(*WHOLE)]
     await client.complete("x", sampling=SamplingParams(temperature=0.0, seed=2**64 - 1, stop=("END",)))
     await client.complete("x", speculation=SpeculationParams(num_draft_tokens=0, drafter="ngram"))
-    first, second = service.asked
+    first, second = service.requests
     assert first.sampling.HasField("temperature")
     assert first.sampling.temperature == 0
     assert first.sampling.seed == 2**64 - 1
@@ -147,18 +147,18 @@ async def test_unset_parameters_stay_unset(service: Service, client: AsyncClient
 
 
 async def test_keywords_replace_sampling_fields(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE)]
     base = SamplingParams(temperature=0.7, seed=1)
     await client.complete("x", sampling=base, seed=7, max_new_tokens=64, stop="END")
     expected = SamplingParams(temperature=0.7, seed=7, max_new_tokens=64, stop=("END",))
-    assert service.asked[0].sampling == messages_of(expected)
+    assert service.requests[0].sampling == messages_of(expected)
 
 
 async def test_each_call_has_its_own_request_id(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE), sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE), sends(*WHOLE)]
     await client.complete("x")
     await client.complete("x")
-    identifiers = {request.request_id for request in service.asked}
+    identifiers = {request.request_id for request in service.requests}
     assert len(identifiers) == 2
     assert "" not in identifiers
 
@@ -166,15 +166,15 @@ async def test_each_call_has_its_own_request_id(service: Service, client: AsyncC
 async def test_metadata_goes_with_every_call(service: Service) -> None:
     seen: list[dict[str, Any]] = []
 
-    def noting(act: Act) -> Act:
-        async def note(request: Any, send: Send, context: Any) -> None:
+    def recording(handler: Handler) -> Handler:
+        async def record(request: Any, send: Send, context: Any) -> None:
             seen.append(dict(context.invocation_metadata()))
-            await act(request, send, context)
+            await handler(request, send, context)
 
-        return note
+        return record
 
     gone = sends(WHOLE[0], then=grpc.StatusCode.UNAVAILABLE)
-    service.acts = [noting(gone), noting(sends(*WHOLE[1:])), noting(answers(pb.GetModelResponse()))]
+    service.handlers = [recording(gone), recording(sends(*WHOLE[1:])), recording(answers(pb.GetModelResponse()))]
     metadata = {"Authorization": "Bearer t"}
     async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", metadata=metadata) as client:
         await client.complete("x")
@@ -186,7 +186,7 @@ async def test_metadata_goes_with_every_call(service: Service) -> None:
 
 
 async def test_client_works_without_context_manager(service: Service) -> None:
-    service.acts = [sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE)]
     async with served(service) as port:
         client = AsyncClient(f"127.0.0.1:{port}")
         assert (await client.complete("x")).text == TEXT
@@ -202,7 +202,7 @@ async def test_closed_client_refuses_calls(service: Service) -> None:
 
 
 async def test_closing_ends_a_running_call(service: Service, client: AsyncClient) -> None:
-    service.acts = [endless := Endless()]
+    service.handlers = [endless := Endless()]
     running = asyncio.create_task(client.complete("x"))
     await endless.arrived.wait()
     await client.close()
@@ -211,7 +211,7 @@ async def test_closing_ends_a_running_call(service: Service, client: AsyncClient
 
 
 async def test_given_channel_stays_open(service: Service) -> None:
-    service.acts = [sends(*WHOLE), sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE), sends(*WHOLE)]
     async with served(service) as port, open_channel(f"127.0.0.1:{port}") as channel:
         for _ in range(2):
             async with AsyncClient(channel=channel) as client:
@@ -238,41 +238,41 @@ def test_client_belongs_to_one_event_loop() -> None:
 async def test_broken_stream_resumes_where_it_broke(
     service: Service, client: AsyncClient, num_chunks: int, broken: grpc.StatusCode
 ) -> None:
-    service.acts = [sends(*WHOLE[:num_chunks], then=broken), sends(*WHOLE[num_chunks:])]
+    service.handlers = [sends(*WHOLE[:num_chunks], then=broken), sends(*WHOLE[num_chunks:])]
     assert (await client.complete("x")).text == TEXT
     have = WHOLE[num_chunks]["offset"]
-    assert service.asked[1] == pb.ResumeRequest(session_id=SESSION, offset=have, digest=digest_at(have))
+    assert service.requests[1] == pb.ResumeRequest(session_id=SESSION, offset=have, digest=digest_at(have))
 
 
-async def test_stream_survives_a_break_at_every_chunk(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(one, then=grpc.StatusCode.UNAVAILABLE) for one in WHOLE]
+async def test_stream_survives_a_break_after_every_chunk(service: Service, client: AsyncClient) -> None:
+    service.handlers = [sends(one, then=grpc.StatusCode.UNAVAILABLE) for one in WHOLE]
     completion = await client.complete("x")
     assert completion.tokens == TOKENS
-    assert [type(request).__name__ for request in service.asked] == ["GenerateRequest"] + ["ResumeRequest"] * 3
+    assert [type(request).__name__ for request in service.requests] == ["GenerateRequest"] + ["ResumeRequest"] * 3
 
 
 async def test_request_is_repeated_under_its_id(service: Service, client: AsyncClient) -> None:
     gone = sends(then=grpc.StatusCode.UNAVAILABLE)
-    service.acts = [gone, gone, sends(*WHOLE)]
+    service.handlers = [gone, gone, sends(*WHOLE)]
     assert (await client.complete("x", sampling=SamplingParams(seed=1))).text == TEXT
-    assert service.asked[0].request_id
-    assert service.asked[0] == service.asked[1] == service.asked[2]
+    assert service.requests[0].request_id
+    assert service.requests[0] == service.requests[1] == service.requests[2]
 
 
-async def test_end_without_finish_is_a_break(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE[:2]), sends(*WHOLE[2:])]
+async def test_stream_without_finish_is_resumed(service: Service, client: AsyncClient) -> None:
+    service.handlers = [sends(*WHOLE[:2]), sends(*WHOLE[2:])]
     assert (await client.complete("x")).text == TEXT
 
 
 async def test_fenced_session_is_resumed(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(WHOLE[0], then=specdec.FencedError("another coordinator owns it")), sends(*WHOLE[1:])]
+    service.handlers = [sends(WHOLE[0], then=specdec.FencedError("another coordinator owns it")), sends(*WHOLE[1:])]
     assert (await client.complete("x")).text == TEXT
 
 
 async def test_error_after_last_chunk_is_ignored(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE, then=grpc.StatusCode.UNAVAILABLE)]
+    service.handlers = [sends(*WHOLE, then=grpc.StatusCode.UNAVAILABLE)]
     assert (await client.complete("x")).text == TEXT
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
 async def test_cut_connection_is_restored(service: Service) -> None:
@@ -282,7 +282,7 @@ async def test_cut_connection_is_restored(service: Service) -> None:
         await send(**WHOLE[0])
         await held.wait()
 
-    service.acts = [stall, sends(*WHOLE[1:])]
+    service.handlers = [stall, sends(*WHOLE[1:])]
     texts = []
     async with served(service) as port, cuttable(port) as (address, cut), AsyncClient(address) as client:
         async for one in client.generate("x"):
@@ -291,12 +291,12 @@ async def test_cut_connection_is_restored(service: Service) -> None:
                 cut()
         held.set()
     assert "".join(texts) == TEXT
-    assert service.asked[1].offset == 2
+    assert service.requests[1].offset == 2
 
 
 @asynccontextmanager
 async def cuttable(port: int) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """A proxy before `port` whose connections can be cut, all at once."""
+    """Run a TCP proxy to `port`; yield its address and a function that cuts all its connections."""
     transports: list[Any] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -324,11 +324,11 @@ async def cuttable(port: int) -> AsyncIterator[tuple[str, Callable[[], None]]]:
         await server.wait_closed()
 
 
-# ---- chunks that were seen before
+# ---- repeated chunks
 
 
 async def test_repeated_chunks_are_dropped(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE[:3], then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE[:3], then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE)]
     chunks = [one async for one in client.generate("x")]
     assert "".join(one.text for one in chunks) == TEXT
     assert tuple(token for one in chunks for token in one.tokens) == TOKENS
@@ -336,7 +336,7 @@ async def test_repeated_chunks_are_dropped(service: Service, client: AsyncClient
 
 async def test_overlapping_chunk_is_cut_by_token(service: Service, client: AsyncClient) -> None:
     # the server joins rounds 1 to 3 in its replay; the client has round 1
-    service.acts = [sends(*WHOLE[:2], then=grpc.StatusCode.UNAVAILABLE), sends(chunk(1, 3))]
+    service.handlers = [sends(*WHOLE[:2], then=grpc.StatusCode.UNAVAILABLE), sends(chunk(1, 3))]
     last = [one async for one in client.generate("x")][-1]
     assert (last.offset, last.tokens, last.text) == (3, (4, 5, 6, 7), " time there was.")
     assert last.pieces == (" time", " there", "", " was.", "")
@@ -353,10 +353,10 @@ async def test_overlapping_chunk_is_cut_by_token(service: Service, client: Async
         (chunk(1, session_id="s-2"), "s-2"),
     ],
 )
-async def test_contradicting_server_is_data_loss(
+async def test_contradicting_chunk_is_data_loss(
     service: Service, client: AsyncClient, again: dict[str, Any], what: str
 ) -> None:
-    service.acts = [sends(WHOLE[0], then=grpc.StatusCode.UNAVAILABLE), sends(again)]
+    service.handlers = [sends(WHOLE[0], then=grpc.StatusCode.UNAVAILABLE), sends(again)]
     chunks = client.generate("x")
     assert (await anext(chunks)).text == "Once upon"
     with pytest.raises(specdec.DataLossError, match=what):
@@ -364,33 +364,33 @@ async def test_contradicting_server_is_data_loss(
 
 
 async def test_resume_starts_at_the_offset(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE[1:])]
+    service.handlers = [sends(*WHOLE[1:])]
     stream = client.resume(SESSION, offset=2, digest=digest_at(2))
     assert stream.session_id == SESSION
     assert (await stream.result()).text == " a time there was."
-    assert service.asked == [pb.ResumeRequest(session_id=SESSION, offset=2, digest=digest_at(2))]
+    assert service.requests == [pb.ResumeRequest(session_id=SESSION, offset=2, digest=digest_at(2))]
 
 
 async def test_resume_drops_tokens_before_offset(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(chunk(0, 3))]
+    service.handlers = [sends(chunk(0, 3))]
     chunks = [one async for one in client.resume(SESSION, offset=3)]
     assert [one.tokens for one in chunks] == [(4, 5, 6, 7)]
 
 
 async def test_resumed_stream_survives_a_break(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE[:2], then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE[2:])]
+    service.handlers = [sends(*WHOLE[:2], then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE[2:])]
     assert (await client.resume(SESSION).result()).text == TEXT
-    assert service.asked[0].digest == b""
-    assert service.asked[1].offset == 3
+    assert service.requests[0].digest == b""
+    assert service.requests[1].offset == 3
 
 
 async def test_resume_with_other_digest_is_data_loss(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(WHOLE[0])]
+    service.handlers = [sends(WHOLE[0])]
     with pytest.raises(specdec.DataLossError, match="another digest"):
         await client.resume(SESSION, offset=2, digest=b"x" * 16).result()
 
 
-# ---- when to give up
+# ---- errors and retries
 
 
 FINAL_ERRORS: list[specdec.SpecdecError] = [
@@ -405,18 +405,18 @@ FINAL_ERRORS: list[specdec.SpecdecError] = [
 
 
 @pytest.mark.parametrize("error", FINAL_ERRORS, ids=lambda error: type(error).__name__)
-async def test_lasting_error_is_raised_at_once(
+async def test_permanent_error_is_raised_at_once(
     service: Service, client: AsyncClient, error: specdec.SpecdecError
 ) -> None:
-    service.acts = [sends(then=error)]
+    service.handlers = [sends(then=error)]
     with pytest.raises(type(error)) as caught:
         await client.complete("x")
     assert str(caught.value) == str(error)
-    assert len(service.asked) == 1
+    assert len(service.requests) == 1
 
 
 async def test_invalid_argument_names_its_fields(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(then=FINAL_ERRORS[0])]
+    service.handlers = [sends(then=FINAL_ERRORS[0])]
     with pytest.raises(specdec.InvalidArgumentError) as caught:
         await client.complete("x")
     assert list(caught.value.violations) == ["sampling.top_p"]
@@ -426,7 +426,7 @@ async def test_invalid_argument_names_its_fields(service: Service, client: Async
 async def test_retry_after_is_honoured(
     service: Service, client: AsyncClient, kind: type[specdec.OverloadedError | specdec.UnavailableError]
 ) -> None:
-    service.acts = [sends(then=kind("later", retry_after_s=0.3)), sends(*WHOLE)]
+    service.handlers = [sends(then=kind("later", retry_after_s=0.3)), sends(*WHOLE)]
     loop = asyncio.get_running_loop()
     began = loop.time()
     assert (await client.complete("x")).text == TEXT
@@ -434,46 +434,46 @@ async def test_retry_after_is_honoured(
 
 
 async def test_pause_past_deadline_raises_at_once(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(then=specdec.OverloadedError("the queue is full", retry_after_s=3600))]
+    service.handlers = [sends(then=specdec.OverloadedError("the queue is full", retry_after_s=3600))]
     with pytest.raises(specdec.OverloadedError, match="the queue is full"):
         await client.complete("x", timeout_s=100)
 
 
 async def test_message_too_large_is_not_retried(service: Service, client: AsyncClient) -> None:
-    """Without a pause that a server asks for, RESOURCE_EXHAUSTED is grpc's own."""
-    service.acts = [sends(then=grpc.StatusCode.RESOURCE_EXHAUSTED)]
+    """RESOURCE_EXHAUSTED without RetryInfo comes from grpc itself."""
+    service.handlers = [sends(then=grpc.StatusCode.RESOURCE_EXHAUSTED)]
     with pytest.raises(specdec.OverloadedError, match="gone"):
         await client.complete("x")
 
 
 async def test_max_retries_counts_since_the_last_chunk(service: Service) -> None:
     gone = sends(then=grpc.StatusCode.UNAVAILABLE)
-    # chunks that were seen before do not count
-    service.acts = [gone, gone, sends(WHOLE[0]), gone, sends(WHOLE[1]), gone, sends(WHOLE[1]), gone]
+    # repeated chunks do not reset the count
+    service.handlers = [gone, gone, sends(WHOLE[0]), gone, sends(WHOLE[1]), gone, sends(WHOLE[1]), gone]
     async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", max_retries=2) as client:
         with pytest.raises(specdec.UnavailableError, match="session s-1 can be resumed from token 3"):
             await client.complete("x")
-    assert service.acts == [gone]
+    assert service.handlers == [gone]
 
 
-async def test_silent_server_exceeds_the_deadline(service: Service, client: AsyncClient) -> None:
-    service.acts = [Endless(begins=False)]
+async def test_hanging_server_exceeds_the_deadline(service: Service, client: AsyncClient) -> None:
+    service.handlers = [Endless(begins=False)]
     sentence = r"deadline of 0\.5 s exceeded; session s-1 can be resumed from token 2"
     with pytest.raises(specdec.DeadlineExceededError, match=sentence):
         await client.resume(SESSION, offset=2, timeout_s=0.5).result()
 
 
-async def test_silent_address_is_given_up_early(unused_port: int) -> None:
+async def test_unreachable_address_fails_after_connect_timeout(unused_port: int) -> None:
     async with AsyncClient(f"127.0.0.1:{unused_port}", connect_timeout_s=0.2) as client:
         for call in (client.connect(), client.complete("x"), client.get_model()):
             with pytest.raises(specdec.UnavailableError, match=f"no specdec answers on 127.0.0.1:{unused_port}"):
                 await call
 
 
-async def test_known_server_is_awaited_longer(service: Service) -> None:
-    """A server that has answered may be away for longer than `connect_timeout_s`."""
+async def test_connect_timeout_ends_with_the_first_answer(service: Service) -> None:
+    """After the first answer, `connect_timeout_s` no longer limits retries."""
     async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", connect_timeout_s=0.01) as client:
-        service.acts = [answers(pb.GetModelResponse()), sends(then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE)]
+        service.handlers = [answers(pb.GetModelResponse()), sends(then=grpc.StatusCode.UNAVAILABLE), sends(*WHOLE)]
         await client.get_model()
         assert (await client.complete("x")).text == TEXT
 
@@ -487,7 +487,7 @@ async def unused_port() -> int:
     return port
 
 
-async def test_other_server_is_named() -> None:
+async def test_server_of_another_kind_is_reported() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -500,7 +500,7 @@ async def test_other_server_is_named() -> None:
 
 @pytest.mark.parametrize("changes", [{"origins": [1, 9]}, {"origins": [1]}, {"text_ends": []}])
 async def test_unreadable_chunk_is_refused(service: Service, client: AsyncClient, changes: dict[str, Any]) -> None:
-    service.acts = [sends(chunk(0, **changes))]
+    service.handlers = [sends(chunk(0, **changes))]
     with pytest.raises(specdec.ModelMismatchError, match="update"):
         await client.complete("x")
 
@@ -509,7 +509,7 @@ async def test_unreadable_chunk_is_refused(service: Service, client: AsyncClient
 
 
 async def test_result_includes_chunks_already_read(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(*WHOLE)]
+    service.handlers = [sends(*WHOLE)]
     async with client.generate("x") as stream:
         assert stream.session_id is None
         await anext(stream)
@@ -519,33 +519,33 @@ async def test_result_includes_chunks_already_read(service: Service, client: Asy
 
 
 async def test_closed_stream_has_no_result(service: Service, client: AsyncClient) -> None:
-    service.acts = [Endless()]
+    service.handlers = [Endless()]
     async with client.generate("x") as stream:
         await anext(stream)
     with pytest.raises(ValueError, match="the session has not finished"):
         await stream.result()
 
 
-async def leaves_by_closing(client: AsyncClient) -> None:
+async def leave_by_closing(client: AsyncClient) -> None:
     async with client.generate("x") as stream:
         async for _ in stream:
             break
 
 
-async def leaves_by_error(client: AsyncClient) -> None:
+async def leave_by_error(client: AsyncClient) -> None:
     with suppress(KeyError):
         async with client.generate("x") as stream:
             await anext(stream)
             raise KeyError
 
 
-async def leaves_by_garbage_collection(client: AsyncClient) -> None:
+async def leave_by_garbage_collection(client: AsyncClient) -> None:
     async for _ in client.generate("x"):
         break
     gc.collect()
 
 
-async def leaves_by_cancellation(client: AsyncClient) -> None:
+async def leave_by_cancellation(client: AsyncClient) -> None:
     begun = asyncio.Event()
 
     async def consume() -> None:
@@ -560,19 +560,19 @@ async def leaves_by_cancellation(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize(
-    "leave", [leaves_by_closing, leaves_by_error, leaves_by_garbage_collection, leaves_by_cancellation]
+    "leave", [leave_by_closing, leave_by_error, leave_by_garbage_collection, leave_by_cancellation]
 )
 async def test_leaving_the_stream_cancels_the_call(
     service: Service, client: AsyncClient, leave: Callable[[AsyncClient], Awaitable[None]]
 ) -> None:
-    service.acts = [endless := Endless()]
+    service.handlers = [endless := Endless()]
     await leave(client)
     await endless.cancelled.wait()
 
 
 @pytest.mark.parametrize("begins", [True, False])
 async def test_close_ends_iteration_in_another_task(service: Service, client: AsyncClient, begins: bool) -> None:
-    service.acts = [endless := Endless(begins=begins)]
+    service.handlers = [endless := Endless(begins=begins)]
     stream = client.generate("x")
 
     async def read() -> int:
@@ -586,7 +586,7 @@ async def test_close_ends_iteration_in_another_task(service: Service, client: As
 
 
 async def test_stream_has_one_reader(service: Service, client: AsyncClient) -> None:
-    service.acts = [endless := Endless(begins=False)]
+    service.handlers = [endless := Endless(begins=False)]
     async with client.generate("x") as stream:
         first = asyncio.ensure_future(anext(stream))
         await endless.arrived.wait()
@@ -609,17 +609,17 @@ async def test_cancel_ends_the_session(service: Service, client: AsyncClient) ->
         await send(pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED))
         ended.set()
 
-    service.acts = [until_cancelled, cancel]
+    service.handlers = [until_cancelled, cancel]
     async with client.generate("x") as stream:
         await anext(stream)
         await stream.cancel()
         completion = await stream.result()
     assert (completion.text, completion.finish_reason) == ("Once upon", FinishReason.CANCELLED)
-    assert service.asked[1] == pb.CancelSessionRequest(session_id=SESSION)
+    assert service.requests[1] == pb.CancelSessionRequest(session_id=SESSION)
 
 
 async def test_cancel_before_the_session_closes(service: Service, client: AsyncClient) -> None:
-    service.acts = [endless := Endless(begins=False)]
+    service.handlers = [endless := Endless(begins=False)]
     stream = client.generate("x")
     reading = asyncio.ensure_future(anext(stream, None))
     await endless.arrived.wait()
@@ -628,10 +628,10 @@ async def test_cancel_before_the_session_closes(service: Service, client: AsyncC
     await endless.cancelled.wait()
 
 
-# ---- calls that answer once
+# ---- unary calls
 
 
-async def test_get_session_returns_the_store(service: Service, client: AsyncClient) -> None:
+async def test_get_session_returns_the_stored_session(service: Service, client: AsyncClient) -> None:
     answer = pb.GetSessionResponse(
         session_id=SESSION,
         status=pb.SESSION_STATUS_FINISHED,
@@ -643,9 +643,9 @@ async def test_get_session_returns_the_store(service: Service, client: AsyncClie
         sampling=types_pb2.SamplingParams(temperature=0.5, seed=7),
         finish=chunk(3)["finish"],
     )
-    service.acts = [answers(answer)]
+    service.handlers = [answers(answer)]
     session = await client.get_session(SESSION)
-    assert service.asked == [pb.GetSessionRequest(session_id=SESSION)]
+    assert service.requests == [pb.GetSessionRequest(session_id=SESSION)]
     assert (session.status, session.epoch, session.tokens) == (SessionStatus.FINISHED, 2, TOKENS)
     assert session.sampling == SamplingParams(temperature=0.5, seed=7)
     assert session.finish
@@ -654,7 +654,7 @@ async def test_get_session_returns_the_store(service: Service, client: AsyncClie
 
 @pytest.mark.parametrize("changes", [{"status": 9}, {"sampling": types_pb2.SamplingParams(temperature=1000)}])
 async def test_unreadable_session_is_refused(service: Service, client: AsyncClient, changes: dict[str, Any]) -> None:
-    service.acts = [answers(pb.GetSessionResponse(**{"status": pb.SESSION_STATUS_ACTIVE} | changes))]
+    service.handlers = [answers(pb.GetSessionResponse(**{"status": pb.SESSION_STATUS_ACTIVE} | changes))]
     with pytest.raises(specdec.ModelMismatchError, match="update the client"):
         await client.get_session(SESSION)
 
@@ -667,7 +667,7 @@ async def test_unary_calls_are_repeated(service: Service, client: AsyncClient) -
         context_length=128,
     )
     gone = sends(then=grpc.StatusCode.UNAVAILABLE)
-    service.acts = [gone, answers(cancelled), gone, answers(models)]
+    service.handlers = [gone, answers(cancelled), gone, answers(models)]
     assert await client.cancel(SESSION) is SessionStatus.CANCELLED
     model = await client.get_model()
     assert (model.target.name, model.target.fingerprint) == ("large", "f")
@@ -675,6 +675,6 @@ async def test_unary_calls_are_repeated(service: Service, client: AsyncClient) -
 
 
 async def test_unknown_session_is_not_found(service: Service, client: AsyncClient) -> None:
-    service.acts = [sends(then=specdec.NotFoundError("there is no session s-9"))]
+    service.handlers = [sends(then=specdec.NotFoundError("there is no session s-9"))]
     with pytest.raises(specdec.NotFoundError, match="s-9"):
         await client.get_session("s-9")

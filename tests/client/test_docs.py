@@ -1,4 +1,4 @@
-"""The examples of docs/client.md and of the README run, against all three services."""
+"""The examples of docs/client.md and README.md run against all three services."""
 
 import asyncio
 import os

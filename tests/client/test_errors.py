@@ -1,4 +1,4 @@
-"""The one table: each error to its status and back, through a real server."""
+"""The error table: each error becomes its status and is rebuilt from it, through a real server."""
 
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -36,7 +36,7 @@ EXAMPLES: list[SpecdecError] = [
     errors.DataLossError("rolled back"),
     errors.InternalError(),
 ]
-# what a status means that has no ErrorInfo of ours
+# the error of each status without a specdec ErrorInfo
 FOREIGN = {
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
     grpc.StatusCode.UNKNOWN: errors.UnavailableError,
@@ -62,7 +62,7 @@ def name_of(value: object) -> str:
 
 
 class Failing(generation_pb2_grpc.GenerationServiceServicer):
-    """Every method fails as the test says."""
+    """Every method raises `error`."""
 
     error: Exception = errors.InternalError()
 
@@ -135,12 +135,12 @@ def test_table_in_the_docstring_is_complete() -> None:
         assert all(code.name in row for code in kind.foreign_codes)
 
 
-def test_data_loss_says_the_store_rolled_back() -> None:
+def test_data_loss_reason_is_store_rolled_back() -> None:
     assert errors.DataLossError.reason == "STORE_ROLLED_BACK"
 
 
 @pytest.mark.parametrize("given", EXAMPLES, ids=name_of)
-async def test_error_comes_back_as_raised(service: Service, given: SpecdecError) -> None:
+async def test_error_arrives_as_raised(service: Service, given: SpecdecError) -> None:
     failing, stub, _ = service
     failing.error = given
     for caught in (await unary_error(stub), await stream_error(stub)):
@@ -177,14 +177,14 @@ async def test_bad_request_names_each_field(service: Service) -> None:
     }
 
 
-async def test_retry_info_says_when(service: Service) -> None:
+async def test_retry_info_carries_the_pause(service: Service) -> None:
     failing, stub, _ = service
     failing.error = errors.OverloadedError("full", 2.5)
     retry = details_of(await unary_error(stub))["RetryInfo"]
     assert retry.retry_delay.ToMilliseconds() == 2500
 
 
-async def test_internal_error_leaks_nothing(service: Service) -> None:
+async def test_internal_error_hides_its_cause(service: Service) -> None:
     failing, stub, _ = service
     failing.error = KeyError("what the user wrote")
     for caught in (await unary_error(stub), await stream_error(stub)):
@@ -208,7 +208,7 @@ def rpc_error(code: grpc.StatusCode, details: bytes | None = None, message: str 
 
 
 @pytest.mark.parametrize(("code", "kind"), FOREIGN.items(), ids=str)
-def test_foreign_status_is_judged_by_its_code(code: grpc.StatusCode, kind: type[SpecdecError]) -> None:
+def test_status_without_details_is_mapped_by_code(code: grpc.StatusCode, kind: type[SpecdecError]) -> None:
     """A proxy, or grpc itself, sends no details."""
     error = rpc_error(code)
     back = from_rpc_error(error)
@@ -219,18 +219,18 @@ def test_foreign_status_is_judged_by_its_code(code: grpc.StatusCode, kind: type[
     assert not is_from_server(error)
 
 
-def test_status_without_text_is_its_code() -> None:
+def test_status_without_text_shows_its_code() -> None:
     assert from_rpc_error(rpc_error(grpc.StatusCode.NOT_FOUND, message=None)).message == "NOT_FOUND"
 
 
-def test_error_info_of_others_does_not_count() -> None:
+def test_error_info_of_other_domains_is_ignored() -> None:
     info = error_details_pb2.ErrorInfo(reason="SESSION_FENCED", domain="googleapis.com")
     error = rpc_error(grpc.StatusCode.UNAVAILABLE, packed(info))
     assert type(from_rpc_error(error)) is errors.UnavailableError
     assert not is_from_server(error)
 
 
-def test_unknown_reason_is_judged_by_its_code() -> None:
+def test_unknown_reason_is_mapped_by_code() -> None:
     """A newer server may have errors that this client does not know."""
     info = error_details_pb2.ErrorInfo(reason="TENANT_SUSPENDED", domain="specdec")
     assert type(from_rpc_error(rpc_error(grpc.StatusCode.PERMISSION_DENIED, packed(info)))) is (

@@ -1,4 +1,4 @@
-"""Public values to protobuf and back; a wrong field is named with its value and the remedy."""
+"""Public values to protobuf and back; errors name the wrong field, its value and the remedy."""
 
 import math
 from typing import Any
@@ -49,7 +49,7 @@ SAMPLING = st.builds(
 
 @PROPERTY
 @given(SAMPLING)
-def test_sampling_comes_back(params: SamplingParams) -> None:
+def test_sampling_round_trips(params: SamplingParams) -> None:
     message = messages.sampling_to_proto(params)
     again = types_pb2.SamplingParams.FromString(message.SerializeToString())
     assert messages.sampling_from_proto(again, VOCAB_SIZE) == params
@@ -61,7 +61,7 @@ def test_unset_sampling_is_neutral() -> None:
 
 @pytest.mark.parametrize("count", [None, 0, 1, MAX_DRAFT_TOKENS])
 @pytest.mark.parametrize("rule", [None, *AcceptanceRuleName])
-def test_speculation_comes_back(count: int | None, rule: AcceptanceRuleName | None) -> None:
+def test_speculation_round_trips(count: int | None, rule: AcceptanceRuleName | None) -> None:
     params = SpeculationParams(num_draft_tokens=count, drafter="ngram", acceptance_rule=rule)
     assert messages.speculation_from_proto(messages.speculation_to_proto(params)) == params
     assert messages.speculation_from_proto(types_pb2.SpeculationParams()) == SpeculationParams()
@@ -73,7 +73,7 @@ def test_unknown_acceptance_rules_are_refused() -> None:
         messages.speculation_from_proto(message)
 
 
-def test_models_come_back() -> None:
+def test_model_info_round_trips() -> None:
     info = ModelInfo("name", "print", 7, 9, "float32", "cpu", (1, 2), "f" * 32, 3, 64)
     assert messages.model_from_proto(messages.model_to_proto(info)) == info
 
@@ -116,19 +116,19 @@ def test_bad_sampling_names_the_field(fields: dict[str, Any], name: str, value: 
     assert remedy in problem
 
 
-def test_all_wrong_fields_are_told_at_once() -> None:
+def test_all_wrong_fields_are_reported_together() -> None:
     message = types_pb2.SamplingParams(temperature=-1, top_p=2, stop=[""], stop_token_ids=[99])
     with pytest.raises(InvalidArgumentError) as refused:
         messages.sampling_from_proto(message, VOCAB_SIZE)
     assert len(refused.value.violations) == 4
 
 
-def test_too_many_draft_tokens() -> None:
+def test_too_many_draft_tokens_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"num_draft_tokens is 33; give 0 \(plain decoding\) to 32"):
         messages.speculation_from_proto(types_pb2.SpeculationParams(num_draft_tokens=33))
 
 
-def test_tokens_past_the_vocabulary() -> None:
+def test_tokens_past_the_vocabulary_are_refused() -> None:
     messages.check_tokens([], 5, "field")
     messages.check_tokens([4], 5, "field")
     with pytest.raises(InvalidArgumentError, match="field has token id 5; the vocabulary ends at 4"):

@@ -1,4 +1,4 @@
-"""One table of sampling parameters: dataclass, keywords, protobuf and flags agree, and nothing repeats it."""
+"""The table of sampling parameters: dataclass, keywords, protobuf messages and flags agree."""
 
 import argparse
 from dataclasses import fields
@@ -43,11 +43,11 @@ def test_enumerations_have_the_same_values(kind: type, enum: type) -> None:
 def test_keywords_are_the_sampling_parameters() -> None:
     keywords, values = get_type_hints(SamplingKeywords), get_type_hints(SamplingParams)
     assert list(keywords) == list(values) == list(SAMPLING_PARAMETERS)
-    # a single stop text is accepted besides a list of them, everything else is as in the class
+    # the keyword `stop` also accepts a single text; all others have the type of the field
     assert {name for name in keywords if keywords[name] != values[name]} == {"stop"}
 
 
-def test_defaults_satisfy_their_own_kind() -> None:
+def test_defaults_are_valid() -> None:
     neutral = SamplingParams()
     for name, parameter in SAMPLING_PARAMETERS.items():
         value = getattr(neutral, name)
@@ -65,5 +65,5 @@ def test_every_parameter_is_a_flag() -> None:
     assert sampling_of(parser.parse_args(words)) == given
 
 
-def test_nearest_name() -> None:
+def test_nearest_name_is_found() -> None:
     assert nearest("--top-n", ["--top-k", "--seed"]) == "--top-k"

@@ -1,4 +1,4 @@
-"""Wrong arguments raise at the call, name the field, and nothing is sent."""
+"""Wrong arguments raise at the call and name the field; nothing is sent."""
 
 import math
 from typing import Any
@@ -119,7 +119,7 @@ def test_wrong_client_setting_is_named(arguments: dict[str, Any]) -> None:
     assert list(caught.value.violations) == list(arguments)
 
 
-async def test_coroutines_check_too() -> None:
+async def test_coroutines_check_arguments() -> None:
     with pytest.raises(InvalidArgumentError, match="session_id is empty"):
         await CLIENT.get_session("")
     with pytest.raises(InvalidArgumentError, match="session_id is empty"):
@@ -152,7 +152,7 @@ def test_numpy_values_are_accepted() -> None:
     CLIENT.generate(prompt_token_ids=np.arange(3), **scalars)
 
 
-def test_one_stop_text_is_a_list() -> None:
+def test_single_stop_text_becomes_a_tuple() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
 

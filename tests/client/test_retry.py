@@ -1,4 +1,4 @@
-"""When a call is repeated: the deadline bounds patience, the pauses bound the rate."""
+"""Retries: which errors are retried, the pauses between attempts, and when retrying ends."""
 
 import math
 
@@ -19,7 +19,7 @@ GONE = UnavailableError("gone", retry_after_s=None)
 
 
 class Clock:
-    """A clock that only moves when told to."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -49,17 +49,17 @@ def test_jitter_shortens_by_at_most_its_fraction() -> None:
         assert shortest == pytest.approx(longest / 2)
 
 
-def test_the_last_pause_ends_with_the_budget() -> None:
+def test_last_pause_ends_with_the_budget() -> None:
     assert POLICY.pause_s(9, 29.5, 0.0) == pytest.approx(0.5)
     assert POLICY.pause_s(9, 30.0, 0.0) is None
 
 
-def test_failures_may_be_counted() -> None:
+def test_max_failures_ends_retries() -> None:
     policy = RetryPolicy(max_failures=3)
     assert [policy.pause_s(number, 0.0, 0.0) is None for number in (1, 2, 3)] == [False, False, True]
 
 
-def test_server_pause_comes_first() -> None:
+def test_pause_of_the_server_is_added() -> None:
     assert POLICY.pause_s(1, 0.0, 0.0, retry_after_s=5.0) == pytest.approx(5.1)
     assert POLICY.pause_s(1, 28.0, 0.0, retry_after_s=5.0) == 2.0
 
@@ -68,8 +68,8 @@ def test_many_failures_do_not_overflow() -> None:
     assert RetryPolicy().pause_s(10**9, 0.0, 0.0) == 5.0
 
 
-def test_deadline_bounds_patience() -> None:
-    """The service may be away for minutes: nothing but the deadline ends the attempts."""
+def test_deadline_limits_retries() -> None:
+    """A service may be unavailable for minutes; only the deadline ends the attempts."""
     clock = Clock()
     call = attempts(RetryPolicy(), 600.0, clock)
     num_attempts = 1
@@ -80,7 +80,7 @@ def test_deadline_bounds_patience() -> None:
     assert num_attempts < 130
 
 
-def test_unknown_address_is_given_up_early() -> None:
+def test_connect_timeout_limits_retries() -> None:
     clock = Clock()
     call = attempts(RetryPolicy(), 600.0, clock, connect_timeout_s=20.0)
     while (pause_s := call.pause_s(GONE, is_connected=False)) is not None:
@@ -88,7 +88,7 @@ def test_unknown_address_is_given_up_early() -> None:
     assert 10 < clock.now_s < 20
 
 
-def test_max_retries_counts_in_a_row() -> None:
+def test_max_retries_counts_consecutive_failures() -> None:
     call = attempts(RetryPolicy(max_failures=3), 600.0, Clock())
     assert call.pause_s(GONE, is_connected=True) == 0.1
     assert call.pause_s(GONE, is_connected=True) == 0.2
@@ -110,6 +110,6 @@ def test_max_retries_counts_in_a_row() -> None:
         (InternalError(), False),
     ],
 )
-def test_only_passing_errors_are_retried(failure: SpecdecError, is_retried: bool) -> None:
+def test_only_transient_errors_are_retried(failure: SpecdecError, is_retried: bool) -> None:
     call = attempts(RetryPolicy(), 600.0, Clock())
     assert (call.pause_s(failure, is_connected=True) is not None) == is_retried

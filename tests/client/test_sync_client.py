@@ -20,7 +20,7 @@ from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_a
 
 
 class Running:
-    """A scripted service on a thread, as these tests have no event loop."""
+    """A scripted service on its own thread, because these tests have no event loop."""
 
     def __init__(self) -> None:
         self.service = Service()
@@ -45,7 +45,7 @@ class Running:
         return f"127.0.0.1:{self.port}"
 
     async def endless(self, request: Any, send: Send, context: Any) -> None:
-        """Send the first chunk and then nothing; note that the call was cancelled."""
+        """Send the first chunk and then nothing; record that the call was cancelled."""
         context.add_done_callback(lambda _: self.cancelled.set())
         await send(**WHOLE[0])
         await asyncio.Event().wait()
@@ -65,24 +65,24 @@ def running() -> Iterator[Running]:
 
 
 def test_text_arrives_in_chunks(running: Running) -> None:
-    running.service.acts = [sends(*WHOLE)]
+    running.service.handlers = [sends(*WHOLE)]
     with Client(running.address) as client, client.generate("x", temperature=0.5) as stream:
         assert stream.session_id is None
         assert "".join(chunk.text for chunk in stream) == TEXT
         assert stream.session_id == SESSION
         assert stream.result().text == TEXT
-    assert running.service.asked[0].sampling.temperature == 0.5
+    assert running.service.requests[0].sampling.temperature == 0.5
 
 
 def test_broken_stream_resumes(running: Running) -> None:
-    running.service.acts = [sends(WHOLE[0]), sends(*WHOLE[1:])]
+    running.service.handlers = [sends(WHOLE[0]), sends(*WHOLE[1:])]
     with Client(running.address) as client:
         assert client.complete("x").text == TEXT
-    assert running.service.asked[1].offset == 2
+    assert running.service.requests[1].offset == 2
 
 
 def test_works_without_context_manager(running: Running) -> None:
-    running.service.acts = [sends(*WHOLE), sends(*WHOLE)]
+    running.service.handlers = [sends(*WHOLE), sends(*WHOLE)]
     client = Client(running.address)
     assert client.chat([("user", "hi")]).text == TEXT
     assert client.stream_chat([("user", "hi")]).result().text == TEXT
@@ -102,7 +102,7 @@ def test_other_calls_are_forwarded(running: Running) -> None:
     async def cancelled(request: Any, send: Send, context: Any) -> None:
         await send(pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED))
 
-    running.service.acts = [models, session, cancelled, sends(*WHOLE[1:])]
+    running.service.handlers = [models, session, cancelled, sends(*WHOLE[1:])]
     with Client(running.address) as client:
         client.connect()
         assert client.get_model().context_length == 5
@@ -111,33 +111,33 @@ def test_other_calls_are_forwarded(running: Running) -> None:
         assert client.resume(SESSION, offset=2, digest=digest_at(2)).result().text == " a time there was."
 
 
-def leaves_by_closing(client: Client) -> None:
+def leave_by_closing(client: Client) -> None:
     with client.generate("x") as stream:
         next(stream)
 
 
-def leaves_by_error(client: Client) -> None:
+def leave_by_error(client: Client) -> None:
     with suppress(KeyError), client.generate("x") as stream:
         next(stream)
         raise KeyError
 
 
-def leaves_by_garbage_collection(client: Client) -> None:
+def leave_by_garbage_collection(client: Client) -> None:
     for _ in client.generate("x"):
         break
     gc.collect()
 
 
-@pytest.mark.parametrize("leave", [leaves_by_closing, leaves_by_error, leaves_by_garbage_collection])
+@pytest.mark.parametrize("leave", [leave_by_closing, leave_by_error, leave_by_garbage_collection])
 def test_leaving_the_stream_cancels_the_call(running: Running, leave: Callable[[Client], None]) -> None:
-    running.service.acts = [running.endless]
+    running.service.handlers = [running.endless]
     with Client(running.address) as client:
         leave(client)
         running.cancelled.wait()
 
 
 def test_ctrl_c_cancels_the_call(running: Running) -> None:
-    running.service.acts = [running.endless]
+    running.service.handlers = [running.endless]
     main = threading.main_thread().ident
     assert main
     with Client(running.address) as client:
@@ -150,7 +150,7 @@ def test_ctrl_c_cancels_the_call(running: Running) -> None:
 
 
 def test_another_thread_can_close_the_stream(running: Running) -> None:
-    running.service.acts = [running.endless]
+    running.service.handlers = [running.endless]
     with Client(running.address) as client:
         stream = client.generate("x")
         next(stream)
@@ -160,7 +160,7 @@ def test_another_thread_can_close_the_stream(running: Running) -> None:
 
 
 def test_closing_ends_a_running_call(running: Running) -> None:
-    running.service.acts = [running.endless]
+    running.service.handlers = [running.endless]
     client = Client(running.address)
     stream = client.generate("x")
     next(stream)
@@ -170,7 +170,7 @@ def test_closing_ends_a_running_call(running: Running) -> None:
 
 
 def test_closing_ends_a_call_between_attempts(running: Running) -> None:
-    running.service.acts = [sends(then=specdec.UnavailableError("later", retry_after_s=3600))]
+    running.service.handlers = [sends(then=specdec.UnavailableError("later", retry_after_s=3600))]
     client = Client(running.address, timeout_s=7200)
     threading.Timer(0.3, client.close).start()
     with pytest.raises(RuntimeError, match="closed"):
@@ -178,12 +178,12 @@ def test_closing_ends_a_call_between_attempts(running: Running) -> None:
 
 
 def test_stream_keeps_its_client_alive(running: Running) -> None:
-    running.service.acts = [sends(*WHOLE)]
+    running.service.handlers = [sends(*WHOLE)]
     assert Client(running.address).generate("x").result().text == TEXT
 
 
 def test_threads_share_a_client(running: Running) -> None:
-    running.service.acts = [sends(*WHOLE) for _ in range(8)]
+    running.service.handlers = [sends(*WHOLE) for _ in range(8)]
     texts: list[str] = []
     with Client(running.address) as client:
         threads = [threading.Thread(target=lambda: texts.append(client.complete("x").text)) for _ in range(8)]
@@ -212,9 +212,9 @@ def test_wrong_arguments_raise_at_the_call() -> None:
             client.generate(prompt_token_ids=[])
 
 
-@pytest.mark.parametrize(("thin", "whole"), [(Client, AsyncClient), (Stream, AsyncStream)])
-def test_both_clients_have_the_same_methods(thin: type, whole: type) -> None:
-    assert public(thin) == public(whole)
+@pytest.mark.parametrize(("synchronous", "asynchronous"), [(Client, AsyncClient), (Stream, AsyncStream)])
+def test_both_clients_have_the_same_methods(synchronous: type, asynchronous: type) -> None:
+    assert public(synchronous) == public(asynchronous)
 
 
 def public(kind: type) -> dict[str, list[Parameter]]:
@@ -230,6 +230,6 @@ def test_both_constructors_take_the_same_arguments() -> None:
 
 
 def test_channel_opens_on_the_client_thread(running: Running) -> None:
-    running.service.acts = [sends(*WHOLE)]
+    running.service.handlers = [sends(*WHOLE)]
     with Client("nowhere:1", channel=lambda: open_channel(running.address)) as client:
         assert client.complete("x").text == TEXT

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, pinned versions, and that it works alone with what it declares.
+"""The wheel: its contents, pinned versions, and that it works with only its declared dependencies.
 
 The bare installation is a virtual environment with the wheel and the distributions that its metadata require, copied
 from this environment: what `pip install specdec` puts there, without a network.
@@ -33,7 +33,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.fixture(scope="module")
 def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a checkout in which nothing was generated yet; built apart, as the build writes stubs."""
+    """Build the wheel of a checkout without generated stubs; in a copy, because the build writes them."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -51,7 +51,7 @@ def wheel(wheel_path: Path) -> Iterator[zipfile.ZipFile]:
         yield wheel
 
 
-def test_the_wheel_has_the_stubs_and_their_types(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_the_stubs_and_their_types(wheel: zipfile.ZipFile) -> None:
     stubs = {
         f"specdec/v1/{path.stem}_{kind}.{suffix}"
         for path in (ROOT / "protos" / "specdec" / "v1").glob("*.proto")
@@ -63,7 +63,7 @@ def test_the_wheel_has_the_stubs_and_their_types(wheel: zipfile.ZipFile) -> None
     assert "specdec/py.typed" in wheel.namelist()
 
 
-def test_the_wheel_has_every_module_and_script(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_every_module_and_script(wheel: zipfile.ZipFile) -> None:
     sources = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
@@ -74,7 +74,7 @@ def test_the_wheel_has_every_module_and_script(wheel: zipfile.ZipFile) -> None:
     assert sources <= set(wheel.namelist())
 
 
-def test_the_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
+def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
     names = {name.split("/", 1)[1]: name for name in wheel.namelist() if ".dist-info/" in name}
     assert "specdec = specdec.cli:main" in wheel.read(names["entry_points.txt"]).decode()
     assert "Apache License" in wheel.read(names["licenses/LICENSE"]).decode()
@@ -99,7 +99,7 @@ def normal(requirement: str) -> str:
 
 @dataclass(frozen=True)
 class Installation:
-    """A virtual environment with specdec and what it requires; `distributions` are their names."""
+    """A virtual environment with specdec and its requirements; `distributions` are their names."""
 
     python: Path
     distributions: frozenset[str]
@@ -133,7 +133,7 @@ def bare(wheel_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Installa
 
 
 def required_by(distribution: importlib.metadata.Distribution) -> set[str]:
-    """The distributions that one requires without extras, and those that they require."""
+    """Return the names of all distributions that one requires without extras, transitively."""
     names: set[str] = set()
     waiting = [distribution]
     while waiting:
@@ -163,17 +163,17 @@ print(*{name.split(".")[0] for name, module in sys.modules.items() if getattr(mo
 
 
 def test_bare_wheel_requires_grpc_and_protobuf(bare: Installation) -> None:
-    # typing-extensions is grpcio's
+    # grpcio requires typing-extensions
     assert bare.distributions == {"grpcio", "protobuf", "googleapis-common-protos", "typing-extensions"}
 
 
-async def test_import_loads_only_what_is_declared(bare: Installation) -> None:
+async def test_import_loads_only_declared_dependencies(bare: Installation) -> None:
     loaded = set((await bare.run("-c", LOADED)).split())
     assert loaded - sys.stdlib_module_names <= {"specdec", "grpc", "google", "typing_extensions"}
     assert {"specdec", "grpc", "google"} <= loaded
 
 
-def test_import_loads_no_more_where_more_is_installed() -> None:
+def test_import_loads_no_extras() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=True)
     heavy = {"numpy", "torch", "pydantic", "redis", "structlog", "prometheus_client", "rich", "typer", "tokenizers"}
     assert not heavy & set(done.stdout.split())
@@ -214,9 +214,9 @@ async def test_bare_installation_generates(bare: Installation, tmp_path: Path) -
     async with cluster(model) as running:
         texts = [await bare.run("-c", program, running.address) for program in (SYNC, ASYNC)]
         flags = ["--temperature", "0", "--max-new-tokens", "8"]
-        told = await bare.run("-m", "specdec.cli", "generate", "t5 t6", *flags, SPECDEC_ADDRESS=running.address)
+        printed = await bare.run("-m", "specdec.cli", "generate", "t5 t6", *flags, SPECDEC_ADDRESS=running.address)
         async with AsyncClient(running.address) as client:
             expected = (await client.complete("t5 t6", temperature=0, max_new_tokens=8)).text
     assert expected
     assert texts == [f"{expected}\n"] * 2
-    assert told == expected
+    assert printed == expected

@@ -1,4 +1,4 @@
-"""The choice of K: what it settles on, and that it is never much slower than plain decoding."""
+"""The choice of K: what it converges to, and that it is never much slower than plain decoding."""
 
 import random
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Machine:
 
 
 def simulate(machine: Machine, length: DraftLength, num_rounds: int = 1500, seed: int = 1) -> tuple[float, list[int]]:
-    """Play rounds with noisy costs; return tokens a second and the K of each round."""
+    """Run rounds with noisy costs; return tokens a second and the K of each round."""
     source = random.Random(seed)
     num_tokens, elapsed, chosen = 0, 0.0, []
     for _ in range(num_rounds):
@@ -96,7 +96,7 @@ def test_drafting_stops_when_text_becomes_hard() -> None:
 
 
 def test_the_choice_does_not_alternate_with_plain() -> None:
-    """Where drafting gains nothing, changing back and forth would only cost."""
+    """Where drafting gains nothing, alternating would only cost."""
     for rate in (0.25, 0.35, 0.45, 0.55):
         _, chosen = simulate(Machine(rate, draft=rate / (1 + rate)), automatic(), seed=3)
         changes = sum((before == 0) != (after == 0) for before, after in pairwise(chosen))

@@ -45,7 +45,7 @@ def generation(
 
 
 def play(state: Generation, tokens: Sequence[int], num_drafted: int | None = None) -> Round:
-    """Play a round that accepts all tokens but the last; `num_drafted` counts the rejected ones too."""
+    """Run a round that accepts all tokens but the last; `num_drafted` counts the rejected ones too."""
     *accepted, last = tokens
     num_drafted = len(accepted) if num_drafted is None else num_drafted
     drafts = (*accepted, *[1] * (num_drafted - len(accepted)))
@@ -190,7 +190,7 @@ def test_statistics_are_sums() -> None:
     assert play(state, [3]).statistics == Statistics(2, 3, 1, 3, 0.5, 1.0)
 
 
-# ---- cuts do not show
+# ---- independence of rounds and chunks
 
 
 TOKENS = st.lists(st.integers(0, NO_TEXT), min_size=1, max_size=25)
@@ -199,7 +199,7 @@ SIZES = st.lists(st.integers(1, 4), min_size=25, max_size=25)
 
 
 def played(tokens: list[int], sizes: list[int], stops: tuple[str, ...], *, ignore_eos: bool = False) -> Generation:
-    """Commit the tokens in rounds of these sizes, as far as they go."""
+    """Commit the tokens in rounds of these sizes, as far as they reach."""
     state = generation(replace(SEED, stop=stops, ignore_eos=ignore_eos, num_logprobs=1))
     for size in sizes:
         if tokens and not state.done:

@@ -1,4 +1,4 @@
-"""Bad input: each has its status code, a message that names the value and the remedy, and harms nobody else."""
+"""Bad input: each gets its status code and a message with the value and the remedy, and affects no other session."""
 
 import asyncio
 import math
@@ -26,7 +26,7 @@ from tests.support.cluster import Cluster, cluster, save_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-Stub = Any  # the asynchronous one, which grpcio's types do not tell from the other
+Stub = Any  # the asynchronous one, which grpcio's types do not distinguish from the other
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 GOOD = pb.TokenSequence(ids=[1, 2, 3])
 
@@ -74,7 +74,7 @@ BAD_REQUESTS = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """One cluster for all that should not harm it."""
+    """One cluster for all tests that must not affect it."""
     folder = tmp_path_factory.mktemp("models")
     target = save_tokenizer(build("llama", folder / "target"), VOCAB_SIZE)
     draft = save_tokenizer(build("llama", folder / "draft", seed=1), VOCAB_SIZE)
@@ -170,8 +170,8 @@ async def test_message_of_100_mb(served: Cluster, stub: Stub) -> None:
     assert await good_tokens(stub)
 
 
-async def test_client_that_leaves(served: Cluster, stub: Stub) -> None:
-    """A client that leaves after the first token pauses its session, which another one resumes to the same end."""
+async def test_leaving_client_pauses_its_session(served: Cluster, stub: Stub) -> None:
+    """A client that leaves after the first token pauses its session; another client resumes it to the same end."""
     async with AsyncClient(served.address) as client:
         greedy = SamplingParams(temperature=0, max_new_tokens=100)
         whole = await client.complete(prompt_token_ids=[1, 2, 3], sampling=greedy)

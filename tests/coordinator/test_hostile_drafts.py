@@ -1,4 +1,4 @@
-"""A draft worker that answers nonsense, in fifty ways, costs speed and never output."""
+"""A draft worker that answers nonsense, in fifty ways, costs speed and never changes the output."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -100,7 +100,7 @@ NONSENSE: dict[str, Reply] = {
     "no token at all, but parents": answer(tokens=[], sizes=[], ids=[], probs=[], parents=[0, 0, 0]),
     "nothing drafted": answer(tokens=[], sizes=[], ids=[], probs=[]),
     "a cache of four billion tokens": answer(cached_len=2**32 - 1),
-    "a cache that is always behind": relative(offset=-1),
+    "a cache that always lacks tokens": relative(offset=-1),
     "a cache that is always empty": answer(cached_len=0),
     "timings that are NaN": answer(timing=types_pb2.Timing(queue_s=NAN, forward_s=-INF, total_s=NAN)),
     "thirty thousand tokens": answer(tokens=list(range(30_000))),
@@ -152,7 +152,7 @@ async def serve(worker: NonsenseWorker) -> AsyncIterator[str]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def lying() -> AsyncIterator[tuple[NonsenseWorker, str]]:
+async def nonsense_worker() -> AsyncIterator[tuple[NonsenseWorker, str]]:
     """The worker and its address."""
     worker = NonsenseWorker()
     async with serve(worker) as address:
@@ -160,10 +160,12 @@ async def lying() -> AsyncIterator[tuple[NonsenseWorker, str]]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served(lying: tuple[NonsenseWorker, str], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+async def served(
+    nonsense_worker: tuple[NonsenseWorker, str], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
     """A real target and coordinator whose drafts come from the worker."""
     folder = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
-    async with cluster(Path(folder), draft=lying[1]) as running:
+    async with cluster(Path(folder), draft=nonsense_worker[1]) as running:
         yield running
 
 
@@ -176,9 +178,9 @@ def expected() -> dict[str, tuple[int, ...]]:
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", NONSENSE)
 async def test_nonsense_costs_speed_only(
-    name: str, served: Cluster, lying: tuple[NonsenseWorker, str], expected: dict[str, tuple[int, ...]]
+    name: str, served: Cluster, nonsense_worker: tuple[NonsenseWorker, str], expected: dict[str, tuple[int, ...]]
 ) -> None:
-    worker, _ = lying
+    worker, _ = nonsense_worker
     worker.reply, worker.num_rounds = NONSENSE[name], 0
     sampling = SamplingParams(temperature=0, max_new_tokens=NUM_NEW_TOKENS, ignore_eos=True)
     async with AsyncClient(served.address) as client:

@@ -1,4 +1,4 @@
-"""Prompts: encoded as the tokenizer does, refused early where too long, never in the way of the event loop."""
+"""Prompts: encoded as the tokenizer does, refused early where too long, never blocking the event loop."""
 
 import asyncio
 import threading
@@ -101,7 +101,7 @@ class Held:
 
 
 async def test_long_prompts_beyond_the_budget_are_refused(tokenizer: Tokenizer) -> None:
-    """The event loop goes on while they are encoded, and the budget is free again after them."""
+    """The event loop runs while they are encoded, and the budget is free again after them."""
     held: Any = Held(tokenizer)
     content = text("x " * INLINE_BYTES)
     prompts = Prompts(held, None, max_bytes_in_flight=3 * len(content.text))

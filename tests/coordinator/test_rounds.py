@@ -37,7 +37,7 @@ class Trace:
 
 @dataclass(slots=True)
 class TracedScorer(ToyScorer):
-    """The toy scorer; tells when it is asked, and can be told to wait or to fail."""
+    """The toy scorer; records when it is called, and can be made to wait or fail."""
 
     trace: Trace
     before: Callable[[int], Awaitable[object] | None] = lambda number: None
@@ -52,7 +52,7 @@ class TracedScorer(ToyScorer):
 
 
 class Rounds:
-    """One generation's loop with toys, and a commit that a test holds in its hands."""
+    """One generation's loop with toys, and a commit that the test controls."""
 
     def __init__(self, fixed: int = 3) -> None:
         self.generation = new_generation()
@@ -146,7 +146,7 @@ def has_scored_twice(rounds: Rounds) -> bool:
 
 
 async def test_cancellation_awaits_the_commit() -> None:
-    """Wherever it strikes: while the next round is played, and while the loop waits for the commit."""
+    """While the next round runs, and while the loop waits for the commit."""
     for is_scoring in (True, False):
         rounds = Rounds()
         rounds.gates[0] = asyncio.Event()
@@ -180,7 +180,7 @@ async def test_a_failed_round_awaits_the_commit() -> None:
 
 
 async def test_a_failed_commit_wins_over_a_failed_round() -> None:
-    """FencedError or cancelled says more than that a worker also failed."""
+    """FencedError or cancellation is more specific than a worker's failure."""
     rounds = Rounds()
     rounds.failing[0] = FencedError("another coordinator has it")
 
@@ -195,7 +195,7 @@ async def test_a_failed_commit_wins_over_a_failed_round() -> None:
 
 @dataclass(slots=True)
 class LostDrafter(ToyDrafter):
-    """A drafter whose worker is gone from the third round on."""
+    """A drafter whose worker is unavailable from the third round on."""
 
     num_calls: int = 0
     observed: list[Observations] = field(default_factory=list)
@@ -222,12 +222,12 @@ async def test_without_a_draft_worker_rounds_go_on() -> None:
 
 @dataclass(slots=True)
 class AskedDrafter(ToyDrafter):
-    """Notes what it was asked for."""
+    """Records its requests."""
 
-    asked: list[tuple[int, int]] = field(default_factory=list)
+    requests: list[tuple[int, int]] = field(default_factory=list)
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        self.asked.append((len(committed), num_draft_tokens))
+        self.requests.append((len(committed), num_draft_tokens))
         return await ToyDrafter.propose(self, committed, num_draft_tokens)
 
 
@@ -237,8 +237,8 @@ async def test_drafts_fit_into_the_remaining_tokens(fixed: int) -> None:
     drafter = AskedDrafter(rounds.drafter.model, SEED)
     rounds.drafter = drafter
     await rounds.run()
-    assert all(length + count + 1 <= len(PROMPT) + 24 for length, count in drafter.asked)
-    assert max(count for _, count in drafter.asked) == fixed
+    assert all(length + count + 1 <= len(PROMPT) + 24 for length, count in drafter.requests)
+    assert max(count for _, count in drafter.requests) == fixed
     assert len(rounds.tokens) == 24
 
 

@@ -1,4 +1,4 @@
-"""Followers of a running session: all see the committed tokens, nobody sees more, and nothing stays when all left."""
+"""Followers of a running session: they see committed tokens only, and rounds stop when the last one leaves."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ async def coordinator(store: SessionStore) -> ToyCoordinator:
 
 @pytest.fixture
 async def undisturbed() -> list[int]:
-    """The session's tokens, had nothing happened to it."""
+    """The session's tokens without any disturbance."""
     alone = ToyCoordinator(open_store("embedded", 1000.0))
     await alone.create("s")
     tokens = await alone.tokens("s")
@@ -93,7 +93,7 @@ async def test_a_finished_session_is_replayed(coordinator: ToyCoordinator, undis
 
 
 async def test_nothing_uncommitted_is_seen(coordinator: ToyCoordinator) -> None:
-    """The store's log is looked at with each chunk."""
+    """Each chunk is compared with the store's log."""
     seen: list[int] = []
     async for chunk, _ in coordinator.follow("s", 0, b""):
         seen += tokens_of(chunk)
@@ -101,7 +101,7 @@ async def test_nothing_uncommitted_is_seen(coordinator: ToyCoordinator) -> None:
 
 
 class LosingStore(SessionStore):
-    """A store that is gone from one length on, before or after it committed."""
+    """A store that is unavailable from one length on, before or after it committed."""
 
     fail_from = 0
 
@@ -215,7 +215,7 @@ async def test_a_commit_learns_of_a_cancellation(coordinator: ToyCoordinator) ->
 
 
 async def test_cancelling_at_the_owner_ends_the_round(coordinator: ToyCoordinator) -> None:
-    """A round that would never end by itself; the workers are told."""
+    """A round that would never end by itself; the worker streams are closed."""
     coordinator.toys.before = Gate(8)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         seen = await take(chunks, 8)
@@ -265,10 +265,10 @@ async def fail(length: int) -> None:
     raise UnavailableError("no target worker")
 
 
-async def test_a_failed_generation_does_not_catch_newcomers(
+async def test_new_followers_do_not_join_a_failed_generation(
     coordinator: ToyCoordinator, undisturbed: list[int]
 ) -> None:
-    """A follower that does not read keeps it in place, but not in the way."""
+    """A follower that does not read keeps the failed entry, but does not block new ones."""
     coordinator.toys.before = fail
     async with coordinator.running.attach("s", lambda: coordinator.start("s")) as failing:
         await until(lambda: failing.has_failed)
@@ -292,7 +292,7 @@ async def test_leaving_a_failed_generation_spares_its_successor(coordinator: Toy
     assert len(coordinator.toys.scorers) == 2
 
 
-async def test_stopping_tells_the_followers(coordinator: ToyCoordinator) -> None:
+async def test_stopping_ends_the_followers(coordinator: ToyCoordinator) -> None:
     coordinator.toys.before = Gate(8)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         await take(chunks, 8)
@@ -317,7 +317,7 @@ async def test_an_unexpected_error_reaches_the_follower(coordinator: ToyCoordina
 async def test_joining_as_the_last_follower_leaves_continues(
     coordinator: ToyCoordinator, undisturbed: list[int]
 ) -> None:
-    """In the very tick in which the count becomes 0."""
+    """In the same event-loop turn in which the count becomes 0."""
     coordinator.toys.before = Gate(8)
     leaving = coordinator.follow("s", 0, b"")
     await take(leaving, 8)
@@ -335,7 +335,7 @@ async def test_followers_may_come_and_go_at_any_time(store: SessionStore, undist
     await coordinators[0].create("s")
 
     async def visit(number: int) -> None:
-        """Come, stay for some turns of the loop, leave; come back to where one was."""
+        """Follow for some turns of the event loop, leave, and return at the same offset."""
         seen: list[int] = []
         coordinator = coordinators[(number + seed) % 2]
         for stay in (1 + number + seed, 3 * number, 40):

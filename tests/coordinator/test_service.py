@@ -100,7 +100,7 @@ def greedy_loop(folder: Path, sampling: SamplingParams) -> list[int]:
 @pytest.mark.parametrize("speculation", [PLAIN, SPECULATED], ids=["plain", "speculated"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_logprobs(client: AsyncClient, folder: Path, speculation: SpeculationParams, temperature: float) -> None:
-    """Each token's log probability and the best tokens are the model's own, whatever the sampling."""
+    """Each token's log probability and the best tokens are the model's own, for any sampling parameters."""
     sampling = SamplingParams(
         temperature=temperature, top_k=5, max_new_tokens=20, num_logprobs=3, seed=4, ignore_eos=True
     )
@@ -140,8 +140,8 @@ async def test_a_draft_like_the_target_is_always_accepted(client: AsyncClient) -
     assert set(completion.origins) == {TokenOrigin.ACCEPTED, TokenOrigin.BONUS}
 
 
-async def test_rounds_drafted_ahead_are_asked_for(client: AsyncClient) -> None:
-    """A draft like the target guesses every closing token, so each round drafted ahead is asked for."""
+async def test_rounds_drafted_ahead_are_requested(client: AsyncClient) -> None:
+    """A draft like the target guesses every closing token, so each round drafted ahead is requested."""
 
     def total(name: str) -> float:
         return REGISTRY.get_sample_value(f"specdec_draft_ahead_{name}_total") or 0.0
@@ -161,7 +161,7 @@ async def greedy(client: AsyncClient, **fields: object) -> Completion:
 
 
 async def test_ends(client: AsyncClient) -> None:
-    """Never past a stop or the length, wherever in an accepted run it falls; tokens and usage are cut together."""
+    """Never past a stop or the length, at any place in an accepted run; tokens and usage are cut together."""
     whole = await greedy(client)
     for position in range(12):
         token = whole.tokens[position]
@@ -180,7 +180,7 @@ async def test_ends(client: AsyncClient) -> None:
     assert text.finish.reason is FinishReason.STOP
 
 
-async def test_to_the_end_of_the_context(client: AsyncClient) -> None:
+async def test_generation_reaches_the_end_of_the_context(client: AsyncClient) -> None:
     """The last token of the context is reached, with and without speculation, and never passed."""
     context = (await client.get_model()).context_length
     prompt = [7] * (context - 9)
@@ -213,7 +213,7 @@ async def test_followers_of_one_request(client: AsyncClient) -> None:
     assert len({completion.tokens for completion in completions}) == 1
 
 
-async def test_draft_workers_that_are_not_there(folder: Path) -> None:
+async def test_text_is_the_same_without_draft_workers(folder: Path) -> None:
     """Without any draft worker the text is the same."""
     async with cluster(folder, folder, draft="127.0.0.1:1") as running, AsyncClient(running.address) as client:
         sampling = SamplingParams(temperature=0, max_new_tokens=20, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The session store: embedded and real Redis, lost replies, zombies, a store that goes back in time, mutants."""
+"""The session store: embedded and real Redis, lost replies, old owners, a store restored from backup, mutants."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -91,7 +91,7 @@ async def proxy(redis_server: RedisServer, redis_url: str) -> AsyncIterator[Prox
         yield proxy
 
 
-# ---- what the store promises, on both kinds
+# ---- the contract, on both kinds
 
 
 async def test_a_session_comes_back_as_it_was_committed(store: OpenStore) -> None:
@@ -263,7 +263,7 @@ async def check_a_claim_raises_the_epoch(store: OpenStore) -> None:
 
 
 async def check_all_keys_live_as_long(store: OpenStore) -> None:
-    """Every commit gives all four keys the whole time to live again."""
+    """Every commit gives all four keys the full time to live again."""
     await create(store)
     client = store.redis
     assert all([await client.pttl(key) > 0 for key in keys(SESSION)[:2]])
@@ -337,7 +337,7 @@ MUTANTS = {
 
 
 async def fails(check: Callable[[OpenStore], Awaitable[None]], script: str, old: str, new: str) -> bool:
-    """Say whether a check rejects a store whose script is changed."""
+    """Return whether a check rejects a store whose script is changed."""
 
     def mutated(name: str) -> str:
         text = read_script(name)
@@ -410,7 +410,7 @@ async def test_lost_replies_do_not_undo_creation_or_claim(proxy: Proxy) -> None:
 
 
 async def test_an_unguarded_append_would_be_doubled(proxy: Proxy) -> None:
-    """The control: the proxy and redis-py do repeat a command that was carried out."""
+    """The control: the proxy and redis-py do repeat a command that was executed."""
     async with opened(proxy.url) as store:
         await store.redis.incr("counter")
         proxy.lose_reply()
@@ -505,7 +505,7 @@ async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> N
 
 
 @pytest.mark.parametrize("error", [ResponseError("DB index is out of range"), AuthenticationError("wrong password")])
-async def test_what_redis_refuses_is_said_in_its_words(error: Exception) -> None:
+async def test_refusals_of_redis_are_quoted(error: Exception) -> None:
     class Refusing(FakeAsyncRedis):
         async def ping(self, **_: Any) -> Any:
             raise error
@@ -569,7 +569,7 @@ async def test_a_call_gives_up_waiting_for_its_turn(redis_server: RedisServer, r
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One session, several owners that may wake at any time, a client that cancels, expiry and replays."""
+    """One session, several owners that may act at any time, a client that cancels, expiry and replays."""
 
     server: RedisServer
 
@@ -601,7 +601,7 @@ class StoreMachine(RuleBasedStateMachine):
         return "committed"
 
     def expected(self, epoch: int, played: Round) -> str:
-        """What the model says of a commit."""
+        """The model's outcome of a commit."""
         if not self.exists:
             return "DataLossError"
         if epoch != self.epoch:

@@ -26,11 +26,11 @@ Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]
 
 
 class Scripted(target_pb2_grpc.TargetServiceServicer):
-    """Plays one script a stream, in turn; later streams get good answers."""
+    """Runs one script for each stream; later streams get good answers."""
 
     def __init__(self, *scripts: Callable[[Any, Any], Awaitable[None]]) -> None:
         self._scripts = list(scripts)
-        self.asked: list[tuple[int, list[int]]] = []  # start and tokens of each question
+        self.requests: list[tuple[int, list[int]]] = []  # start and tokens of each request
         self.num_streams = 0
 
     def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
@@ -40,14 +40,14 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
     async def Score(  # type: ignore[override]  # writes by itself
         self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any
     ) -> None:
-        """Play the next script."""
+        """Run the next script."""
         self.num_streams += 1
         if self._scripts:
             await self._scripts.pop(0)(requests, context)
             return
         async for request in requests:
             if request.HasField("score"):
-                self.asked.append((request.score.start, list(request.score.tokens)))
+                self.requests.append((request.score.start, list(request.score.tokens)))
                 await context.write(well_answered(request.score))
 
 
@@ -76,7 +76,7 @@ async def served(servicer: Scripted) -> AsyncIterator[TargetWorkers]:
 
 
 async def refuse_as_fenced(requests: Any, context: Any) -> None:
-    """End the stream before the coordinator has asked anything."""
+    """End the stream before the coordinator's first request."""
     raise FencedError("epoch 4 owns the session")
 
 
@@ -104,7 +104,7 @@ async def answer_nonsense(requests: Any, context: Any) -> None:
 
 
 async def hold_less(requests: Any, context: Any) -> None:
-    """Say that the cache is gone at the second question."""
+    """Report an empty cache at the second request."""
     num_asked = 0
     async for request in requests:
         if request.HasField("score"):
@@ -113,7 +113,7 @@ async def hold_less(requests: Any, context: Any) -> None:
 
 
 async def test_a_refusal_at_open_keeps_its_status() -> None:
-    """grpc.aio loses the status where a write meets the stream's end; asking again brings it."""
+    """grpc.aio loses the status where a write meets the stream's end; a retry gets it."""
     for _ in range(20):
         async with served(Scripted(*[refuse_as_fenced] * 100)) as workers:
             with pytest.raises(FencedError, match="epoch 4"):
@@ -130,7 +130,7 @@ async def test_a_worker_lost_between_rounds_is_replaced(script: Any) -> None:
             second = await scorer.score([1, 2, 7], Proposal())
             assert second.scores.positions[0].tail_token == 7
         assert servicer.num_streams == 2
-        assert servicer.asked == [(0, [1, 2, 7])], "the new stream is sent everything"
+        assert servicer.requests == [(0, [1, 2, 7])], "the new stream is sent everything"
 
 
 async def test_malformed_scores_are_asked_again() -> None:
@@ -151,7 +151,7 @@ async def test_an_evicted_worker_is_sent_more() -> None:
 
 
 async def always_hold_less(requests: Any, context: Any) -> None:
-    """Claim to hold nothing that is asked for, whatever is sent."""
+    """Report an empty cache for every request."""
     async for request in requests:
         if request.HasField("score"):
             await context.write(well_answered(request.score, cached_len=max(0, request.score.start - 1)))
@@ -171,7 +171,7 @@ async def test_rounds_send_only_newly_committed_tokens() -> None:
         scorer = workers.open(SESSION, 10)
         for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 8, 9]):
             await scorer.score(committed, Proposal())
-    assert servicer.asked == [(0, [1, 2]), (2, [7]), (3, [8, 9])]
+    assert servicer.requests == [(0, [1, 2]), (2, [7]), (3, [8, 9])]
 
 
 async def test_scoring_fails_when_patience_ends() -> None:
@@ -182,7 +182,7 @@ async def test_scoring_fails_when_patience_ends() -> None:
 
 
 async def test_worker_phases_are_measured() -> None:
-    """Queue and forward of a round come from the worker; a time that cannot be is left out."""
+    """Queue and forward of a round come from the worker; an impossible time is left out."""
 
     def seconds(phase: str) -> float:
         value = REGISTRY.get_sample_value("specdec_round_phase_seconds_sum", {"phase": phase})

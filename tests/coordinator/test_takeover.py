@@ -18,7 +18,7 @@ NUM_RETURNS = 20
 
 
 async def return_to_superseded_owner(store: SessionStore, number: int) -> list[int]:
-    """Follow a session at one coordinator, then at another, then at the first, which has not noticed; return its text.
+    """Follow a session at one coordinator, then at another, then at the superseded first one; return its text.
 
     A second follower keeps the first coordinator's generation alive, in the middle of a round.
     """
@@ -52,8 +52,8 @@ async def test_returning_to_a_superseded_owner_loses_nothing(redis_url: str) -> 
     assert await returns(redis_url, NUM_RETURNS) == NUM_RETURNS
 
 
-async def test_a_store_that_lost_tokens_says_so(redis_server: RedisServer, redis_url: str) -> None:
-    """The control: a client with more than the store is told, at every coordinator."""
+async def test_a_store_that_lost_tokens_is_reported(redis_server: RedisServer, redis_url: str) -> None:
+    """The control: a client that has more than the store gets an error, at every coordinator."""
     store = open_store(redis_url, 1000.0)
     first, second = ToyCoordinator(store), ToyCoordinator(store)
     await first.create("s")

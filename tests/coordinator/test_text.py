@@ -27,7 +27,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """A BPE as Llama 2 has it: a vocabulary of words, and bytes for what it does not know."""
+    """A BPE as Llama 2 has it: a vocabulary of words, and byte tokens for everything else."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"thenga,.日本", "▁t", "▁th"]
     merges = [("▁", "t"), ("▁t", "h")]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
@@ -92,7 +92,7 @@ def test_an_emoji_comes_with_its_last_byte() -> None:
 @PROPERTY
 @given(data=st.data())
 def test_invalid_utf8_decodes_without_an_exception(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    """Random tokens, as from a hot temperature: no exception, a pure function, and text again when there is text."""
+    """Random tokens, as at a high temperature: no exception, a pure function, and text again when there is text."""
     ids = st.integers(0, tokenizer.get_vocab_size() - 1)
     noise = data.draw(st.lists(ids, max_size=40))
     first, second = pieces(tokenizer, noise), pieces(tokenizer, noise)
@@ -122,7 +122,7 @@ def test_text_continues_after_broken_bytes(tokenizer: Tokenizer, noise: list[int
 def byte_token(tokenizer: Tokenizer, byte: int) -> int:
     if (token := tokenizer.token_to_id(f"<0x{byte:02X}>")) is not None:
         return token
-    # GPT-2's printable stand-ins for bytes, in the order of its code
+    # GPT-2's printable characters for bytes, in the order of its code
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [value for value in range(256) if value not in printable]
     letter = chr(byte) if byte in printable else chr(256 + others.index(byte))
@@ -161,7 +161,7 @@ def pushed(stops: list[str], texts: list[str]) -> tuple[list[str], bool]:
 
 
 def by_force(stops: list[str], texts: list[str]) -> tuple[str, bool]:
-    """After each piece look through everything said so far."""
+    """After each piece search the whole text so far."""
     for end in range(len(texts) + 1):
         whole = "".join(texts[:end])
         if found := [whole.index(stop) for stop in stops if stop in whole]:
@@ -171,14 +171,14 @@ def by_force(stops: list[str], texts: list[str]) -> tuple[str, bool]:
 
 @settings(PROPERTY, max_examples=300)
 @given(STOP_LISTS, PIECES)
-def test_stops_are_found_as_by_force(stops: list[str], texts: list[str]) -> None:
+def test_stops_are_found_as_by_brute_force(stops: list[str], texts: list[str]) -> None:
     said, stopped = pushed(stops, texts)
     assert ("".join(said), stopped) == by_force(stops, texts)
 
 
 @settings(PROPERTY, max_examples=300)
 @given(STOP_LISTS, PIECES)
-def test_nothing_is_held_back_without_need(stops: list[str], texts: list[str]) -> None:
+def test_no_text_is_held_back_needlessly(stops: list[str], texts: list[str]) -> None:
     """What is held is the longest end of the text that begins a stop string."""
     stop_text = StopText(stops)
     whole = ""

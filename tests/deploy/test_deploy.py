@@ -45,7 +45,7 @@ def test_overlays_agree_with_the_programs(overlay: list[Document]) -> None:
     assert problems(overlay) == []
 
 
-def test_overlays_hold_what_is_promised(overlay: list[Document]) -> None:
+def test_overlays_meet_the_documented_guarantees(overlay: list[Document]) -> None:
     kinds = {title(document).split("-")[0] for document in overlay}
     for name in ("coordinator", "draft", "target"):
         assert {f"{kind}/{name}" for kind in ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget")} <= kinds
@@ -60,23 +60,23 @@ def test_services_are_named_as_in_the_protos() -> None:
     assert {program.service for program in PROGRAMS.values()} == defined
 
 
-def test_missing_kubectl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_kubectl_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(AssertionError, match="kubectl is not on PATH; install it"):
         render(OVERLAYS / "demo")
 
 
-# Seeded mistakes: (what, overlay, how, what must be said of it).
+# Seeded mistakes: (what, overlay, how, the expected problem).
 
 Change = Callable[[list[Document]], object]
 MISTAKES: list[tuple[str, str, Change, str]] = []
 
 
-def mistake(overlay: str, said: str) -> Callable[[Change], Change]:
-    """Register a function that spoils an overlay."""
+def mistake(overlay: str, expected: str) -> Callable[[Change], Change]:
+    """Register a function that breaks an overlay."""
 
     def register(change: Change) -> Change:
-        MISTAKES.append((change.__name__, overlay, change, said))
+        MISTAKES.append((change.__name__, overlay, change, expected))
         return change
 
     return register
@@ -332,18 +332,18 @@ def command_that_is_not_allowed(documents: list[Document]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overlay_name", "change", "said"),
-    [pytest.param(overlay, change, said, id=name) for name, overlay, change, said in MISTAKES],
+    ("overlay_name", "change", "expected"),
+    [pytest.param(overlay, change, expected, id=name) for name, overlay, change, expected in MISTAKES],
 )
 def test_seeded_mistakes_are_found(
-    rendered: dict[str, list[Document]], overlay_name: str, change: Change, said: str
+    rendered: dict[str, list[Document]], overlay_name: str, change: Change, expected: str
 ) -> None:
     documents = copy.deepcopy(rendered[overlay_name])
     change(documents)
-    assert any(said in problem for problem in problems(documents)), problems(documents)
+    assert any(expected in problem for problem in problems(documents)), problems(documents)
 
 
-# The Dockerfile, as far as reading it shows; test_image.py carries it out.
+# The Dockerfile, as far as reading it shows; test_image.py executes it.
 
 
 def dockerfile_problems(file: Dockerfile) -> Iterator[str]:
@@ -395,7 +395,7 @@ def test_images_run_as_the_manifests_say(overlay: list[Document]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         ('[server,embedded]"', '[models]"', "demo-coordinator: torch belongs in workers"),
         ("USER 10001:10001", "USER root", "draft: runs as root"),
@@ -405,8 +405,8 @@ def test_images_run_as_the_manifests_say(overlay: list[Document]) -> None:
         ("FROM ${PYTHON_IMAGE} AS runtime", "FROM python:latest AS runtime", "python:latest cannot be pinned"),
     ],
 )
-def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, said: str) -> None:
+def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, expected: str) -> None:
     text = (REPOSITORY / "deploy/Dockerfile").read_text()
     assert old in text
     found = list(dockerfile_problems(Dockerfile(text.replace(old, new))))
-    assert any(said in problem for problem in found), found
+    assert any(expected in problem for problem in found), found

@@ -1,6 +1,6 @@
 """The demo overlay's containers, run as local processes from the rendered manifests, serve generations and end in time.
 
-`pods.py` says what stands for what. The tests share one cluster, in the order of this file: the last ones end it.
+`pods.py` lists the replacements. The tests share one cluster, in the order of this file: the last ones end it.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ def test_memory_is_within_the_limits(cluster: LocalCluster) -> None:
         assert each.peak_memory_bytes < limit_bytes, f"{each.name} needed {each.peak_memory_bytes >> 20} MiB"
 
 
-def test_redis_lets_nobody_do_more_than_the_coordinator(cluster: LocalCluster) -> None:
+def test_redis_allows_only_the_coordinators_commands(cluster: LocalCluster) -> None:
     (server,) = cluster.of("redis")
     with redis.Redis(server.address) as client:
         for words in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["KEYS", "*"], ["GET", "other"], ["ACL", "LIST"]):
@@ -93,7 +93,7 @@ def test_redis_lets_nobody_do_more_than_the_coordinator(cluster: LocalCluster) -
 
 
 async def test_generations_survive_a_coordinators_shutdown(cluster: LocalCluster) -> None:
-    """A running generation ends by itself, or goes on at the other coordinator; the client's text is complete."""
+    """A running generation ends by itself, or continues at the other coordinator; the client's text is complete."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=120, ignore_eos=True)
     async with AsyncClient(cluster.addresses("coordinator"), timeout_s=60) as client:
         whole = await client.complete(PROMPT, sampling=sampling)

@@ -21,7 +21,7 @@ CONSTRAINTS = (REPOSITORY / "constraints.txt").read_text()
 
 
 def dry_build(text: str, folder: Path, **arguments: str) -> DryBuild:
-    """Return all images built with stand-ins. Raises BuildFailed."""
+    """Return all images built with fakes. Raises BuildFailed."""
     build = DryBuild(Dockerfile(text), REPOSITORY, folder, **arguments)
     for name in IMAGES:
         build.build(name)
@@ -39,7 +39,7 @@ def build_requirements() -> set[str]:
 
 
 def pip_problems(calls: list[Call]) -> Iterator[str]:
-    """Whatever pip installs is pinned, and the wheel's build finds its requirements installed."""
+    """Everything that pip installs is pinned, and the wheel's build finds its requirements installed."""
     installed: set[str] = set()
     for call in (call for call in calls if call.program == "pip"):
         if call.words[0] == "install":
@@ -83,7 +83,7 @@ def test_an_empty_torch_index_means_pips_default(index: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "expected"),
     [
         (":/usr/sbin:/usr/bin:/sbin:", ":/usr/bin:", "useradd: not found"),
         ("RUN python3 -m venv /opt/specdec", "RUN python -m venv /opt/specdec", "python: not found"),
@@ -95,13 +95,13 @@ def test_an_empty_torch_index_means_pips_default(index: str, tmp_path: Path) -> 
         ("setuptools grpcio-tools mypy-protobuf", "setuptools grpcio-tools", "wheel: mypy-protobuf is not installed"),
     ],
 )
-def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, said: str, tmp_path: Path) -> None:
+def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, expected: str, tmp_path: Path) -> None:
     assert old in TEXT
     try:
         problems = list(pip_problems(dry_build(TEXT.replace(old, new), tmp_path).calls))
     except BuildFailed as error:
         problems = [str(error)]
-    assert any(said in problem for problem in problems), problems
+    assert any(expected in problem for problem in problems), problems
 
 
 # The check itself.
@@ -129,7 +129,7 @@ def test_folders_of_packages_are_mounted(tmp_path: Path) -> None:
     assert pip_settings.local_folders(settings) == [tmp_path / "index"]
 
 
-def test_missing_engine_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_engine_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(CheckFailed, match="install podman or buildah") as raised:
         choose_engine(None, tmp_path)
@@ -152,15 +152,15 @@ def test_equal_texts_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafted", "plain", "said"),
+    ("drafted", "plain", "expected"),
     [
         (generated(3, "y"), generated(0), "the greedy texts differ"),
         (generated(0), generated(0), "accepted no draft token"),
         (generated(3), generated(3), "or the plain one was drafted"),
     ],
 )
-def test_texts_that_prove_nothing_fail(drafted: Generated, plain: Generated, said: str) -> None:
-    with pytest.raises(CheckFailed, match=said):
+def test_texts_that_prove_nothing_fail(drafted: Generated, plain: Generated, expected: str) -> None:
+    with pytest.raises(CheckFailed, match=expected):
         compare(drafted, plain)
 
 

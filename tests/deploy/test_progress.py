@@ -26,7 +26,7 @@ def test_ready_services_are_left_out(progress: Progress) -> None:
     assert progress.line(7.0) == ""
 
 
-def test_log_lines_pass_and_the_line_is_drawn_after_them() -> None:
+def test_log_lines_precede_the_progress_line() -> None:
     out, passed = io.StringIO(), []
     progress = Progress(lambda name, entry: passed.append((name, entry["event"], out.getvalue())), out)
     progress("draft worker", {"event": "loading", "model": "m"})

@@ -51,7 +51,7 @@ class Answers(target_pb2_grpc.TargetServiceServicer):
 
 
 async def health(port: int, service: str) -> int:
-    """Return what the health service says."""
+    """Return the health service's answer."""
     async with open_channel(f"127.0.0.1:{port}") as channel:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
     return int(answer.status)
@@ -66,7 +66,7 @@ async def code_of_a_call(port: int) -> grpc.StatusCode:
 
 
 async def test_health_tells_loading_from_ready() -> None:
-    """Calls before the service is ready are UNAVAILABLE, and health tells the two apart."""
+    """Calls before the service is ready are UNAVAILABLE, and health distinguishes the two."""
     seen = []
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Settings: flags before variables, ranges, and one sentence for whatever is not understood."""
+"""Settings: flags before variables, ranges, and one sentence for each error."""
 
 import os
 
@@ -69,7 +69,7 @@ def test_an_unknown_variable_names_the_nearest(
     assert "unknown variable SPECDEC_TARGETS; the nearest is SPECDEC_TARGET " in said
 
 
-def test_variables_of_others_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_others_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PORT", "1")
     monkeypatch.setenv("OTHER_SPECDEC_PORT", "2")
     assert coordinator().port == 50051
@@ -107,7 +107,7 @@ def test_a_value_out_of_range_is_named(capsys: pytest.CaptureFixture[str], kind:
     assert len(said.splitlines()) == 1
 
 
-def test_every_wrong_value_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_wrong_values_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, CoordinatorSettings, "--port=x", "--max-sessions=0")
     assert [line.split()[1] for line in said.splitlines()] == ["--port", "--tokenizer", "--max-sessions"]
     assert "is required: hub id or folder" in said

@@ -1,4 +1,4 @@
-"""Which module may import which (the contracts in pyproject.toml), and what the pure heart may not touch."""
+"""Which module may import which (the contracts in pyproject.toml), and what the pure modules may not use."""
 
 import ast
 import os
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
-HEART = ("acceptance", "generation", "draft_length")
+PURE_MODULES = ("acceptance", "generation", "draft_length")
 LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
 
 
@@ -87,8 +87,8 @@ def imports(module: ast.Module) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("name", HEART)
-def test_the_heart_is_pure(name: str) -> None:
+@pytest.mark.parametrize("name", PURE_MODULES)
+def test_pure_modules_have_no_effects(name: str) -> None:
     path = ROOT / "coordinator" / f"{name}.py"
     found = imports(tree(path))
     impure = {"asyncio", "time", "datetime", "logging", "structlog", "random", "secrets", "os"}

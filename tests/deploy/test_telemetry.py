@@ -1,4 +1,4 @@
-"""Logs: whoever speaks in a service's process, each line is one event in the format that was asked for."""
+"""Logs: from any library in a service's process, each line is one event in the configured format."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Planted mistakes in the engine, each with the test that must reject it."""
+"""Planted bugs in the engine, each with the test that must reject it."""
 
 import asyncio
 import sys
@@ -18,7 +18,7 @@ from specdec.engine.decoder import PackedRow
 from tests.engine import test_loop, test_sequence
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
 from tests.engine.test_sequence import Texts
-from tests.engine.tiny_models import OwnModel, load
+from tests.engine.tiny_models import ReferenceModel, load
 from tests.support import architectures
 
 Original = Any
@@ -26,7 +26,7 @@ Original = Any
 
 @dataclass(frozen=True)
 class Mutant:
-    """A replacement for what lies at `target`, made from the original."""
+    """A replacement for the attribute at `target`, made from the original."""
 
     name: str
     target: str  # module and attribute, as monkeypatch takes them
@@ -40,17 +40,17 @@ def folder(architecture: str) -> Path:
 
 
 @cache
-def own(architecture: str) -> OwnModel:
-    return OwnModel(folder(architecture))
+def reference(architecture: str) -> ReferenceModel:
+    return ReferenceModel(folder(architecture))
 
 
 def trees_of(architecture: str) -> Callable[[], None]:
-    """Return the comparison of trees with the own forward; the load's own check is left out."""
-    return lambda: check_tree_rounds(load(folder(architecture), self_check=False), own(architecture))
+    """Return the comparison of trees with the reference; the self-check at load is skipped."""
+    return lambda: check_tree_rounds(load(folder(architecture), self_check=False), reference(architecture))
 
 
 def hidden_states_of(architecture: str) -> Callable[[], None]:
-    return lambda: check_hidden_states(load(folder(architecture), self_check=False), own(architecture))
+    return lambda: check_hidden_states(load(folder(architecture), self_check=False), reference(architecture))
 
 
 def accepted_path() -> None:
@@ -58,7 +58,7 @@ def accepted_path() -> None:
 
 
 def in_loop(test: Callable[[], Any]) -> Callable[[], None]:
-    """Return a test of the engine's loop, run by itself."""
+    """Return a check that runs one test of the engine loop."""
     return lambda: asyncio.run(asyncio.wait_for(test(), 20))
 
 
@@ -112,11 +112,14 @@ def one_token_late(original: Original) -> Any:
 
 
 MUTANTS = [
-    Mutant("siblings see one another", "specdec.engine.sdpa.ancestor_matrix", lambda _: everything_before, trees)
+    Mutant("siblings attend to one another", "specdec.engine.sdpa.ancestor_matrix", lambda _: everything_before, trees)
     for trees in (trees_of("llama"), trees_of("gemma2"), trees_of("gpt_oss"))
 ] + [
     Mutant(
-        "a node sees only its parent", "specdec.engine.sdpa.ancestor_matrix", lambda _: parent_only, trees_of("llama")
+        "a node attends only to its parent",
+        "specdec.engine.sdpa.ancestor_matrix",
+        lambda _: parent_only,
+        trees_of("llama"),
     ),
     Mutant(
         "positions count slots",
@@ -134,19 +137,19 @@ MUTANTS = [
         trees_of("gemma2"),
     ),
     Mutant(
-        "accepted keys and values stay in place",
+        "accepted keys and values are not compacted",
         "specdec.engine.contiguous.ContiguousPool.compact",
         lambda _: lambda *arguments: None,
         trees_of("llama"),
     ),
     Mutant(
-        "only keys move",
+        "only keys are compacted",
         "specdec.engine.contiguous.ContiguousPool.compact",
         lambda _: move_keys_only,
         trees_of("llama"),
     ),
     Mutant(
-        "the path moves one slot too far",
+        "the path is compacted one slot too far",
         "specdec.engine.contiguous.ContiguousPool.compact",
         lambda original: lambda self, key, first, slots: original(self, key, first + 1, slots),
         trees_of("llama"),
@@ -160,58 +163,61 @@ MUTANTS = [
         hidden_states_of("llama"),
     ),
     Mutant(
-        "the last hidden state is not normed",
+        "the last hidden state is not normalised",
         "specdec.engine.fused.FusedDecoder._run_layers",
         without_final_norm,
         hidden_states_of("llama"),
     ),
     Mutant(
-        "hidden states are the token's before", "specdec.engine.model._packed", one_token_late, hidden_states_of("gpt2")
+        "hidden states belong to the token before",
+        "specdec.engine.model._packed",
+        one_token_late,
+        hidden_states_of("gpt2"),
     ),
     Mutant(
         "the path follows first children", "specdec.engine.sequence.longest_path", lambda _: first_child, accepted_path
     ),
     Mutant(
-        "the rows' tokens are not fed again",
+        "tokens whose rows are due are not fed again",
         "specdec.engine.sequence.Sequence.resume",
         lambda original: lambda self, *tokens, **options: original(self, *tokens, **{**options, "min_fed": 0}),
         lambda: test_sequence.test_accepted_path_is_kept(Texts(), [20, 30, 40], [20, 30]),
     ),
     Mutant(
-        "any start keeps what matches",
+        "matching tokens are kept for any start",
         "specdec.engine.sequence.Sequence._num_to_keep",
         lambda _: lambda *arguments: sys.maxsize,
-        lambda: test_sequence.test_start_before_the_base_truncates(Texts()),
+        lambda: test_sequence.test_start_before_the_tree_truncates(Texts()),
     ),
     Mutant(
         "a repeated message keeps more than at first",
         "specdec.engine.sequence.Sequence._num_to_keep",
         lambda _: lambda *arguments: sys.maxsize,
-        lambda: test_sequence.TestRepeatedMessage().test_first_message_feeds_everything_again(Texts()),
+        lambda: test_sequence.TestRepeatedMessage().test_first_message_is_fed_again_in_full(Texts()),
     ),
     Mutant(
         "a repeated message keeps nothing",
         "specdec.engine.sequence.Sequence._num_to_keep",
         lambda _: lambda self, start, match: sys.maxsize if match or start == self.num_committed else 0,
-        lambda: test_sequence.TestRepeatedMessage().test_truncates_to_what_it_kept(Texts()),
+        lambda: test_sequence.TestRepeatedMessage().test_keeps_the_same_prefix(Texts()),
     ),
     Mutant(
-        "speculation moves the base",
+        "drafting ahead moves the pending tree",
         "specdec.engine.sequence.Sequence.mark_committed",
         lambda original: lambda self, length: original(self, max(length, self.length + 1)),
-        lambda: test_sequence.test_speculation_keeps_the_base(Texts()),
+        lambda: test_sequence.test_drafting_ahead_keeps_the_pending_tree(Texts()),
     ),
     Mutant(
         "branches count as a prefix",
         "specdec.engine.sequence.Sequence.num_linear",
         lambda _: property(lambda self: self.length),
-        lambda: test_sequence.test_branches_are_not_a_prefix(Texts()),
+        lambda: test_sequence.test_branches_do_not_count_as_prefix(Texts()),
     ),
     Mutant(
         "failed tasks keep their tokens",
         "specdec.engine.sequence.Sequence.truncate",
         lambda original: lambda self, length: original(self, length) if length == 0 else self.release(),
-        in_loop(test_loop.test_cancelling_leaves_sequence_and_mates_alone),
+        in_loop(test_loop.test_cancelling_spares_sequence_and_other_tasks),
     ),
     Mutant(
         "trees are split like prompts",

@@ -1,4 +1,4 @@
-"""The cache: exact accounting, no shared blocks, and contents that survive evictions, moves and compactions."""
+"""The KV cache: exact accounting, no shared blocks, contents unchanged by evictions, moves and compactions."""
 
 import gc
 import weakref
@@ -18,14 +18,14 @@ BLOCK_BYTES = BLOCK_TOKENS * (2 * 6 + 6) * 4
 
 
 class Store:
-    """A cache and the pool that its contents are read from."""
+    """A cache, and the pool from which tests read its contents."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = ContiguousPool(SHAPES, num_bytes=num_blocks * BLOCK_BYTES, block_tokens=BLOCK_TOKENS)
         self.cache = KvCache(self.pool)
 
     def append(self, sequence: Sequence, tokens: list[int], parents: tuple[int, ...] = ()) -> None:
-        """Cache each token's number, in every layer."""
+        """Append tokens; write each token id as its keys and values in every layer."""
         sequence.reserve(sequence.length + len(tokens))
         begin = self.pool.first_slot(sequence.key) + sequence.length
         rows = slice(begin, begin + len(tokens))
@@ -36,7 +36,7 @@ class Store:
         sequence.append(tokens, parents)
 
     def contents(self, sequence: Sequence) -> list[int]:
-        """Return what was appended, through the views that attention reads; all layers must agree."""
+        """Return the token ids read from the attention views; assert that all layers agree."""
         if not sequence.length:
             return []
         first, length = self.pool.first_slot(sequence.key), sequence.length
@@ -54,7 +54,7 @@ class Store:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Many sequences come, grow, shrink, pin and go; a plain dictionary of lists says what each must hold."""
+    """Random operations on several sequences; `held` models what each must contain."""
 
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:
@@ -88,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
         return list(range(self.next_token - count, self.next_token))
 
     def try_to_append(self, index: int, tokens: list[int], parents: tuple[int, ...] = ()) -> bool:
-        """Append; say whether there was room, which must be so where enough blocks are not pinned."""
+        """Append; return whether there was room, which must be so if enough blocks are not pinned."""
         sequence = self.sequences[index]
         before = [self.store.blocks(other) for other in self.sequences]
         wanted = self.cache.num_blocks_for(sequence.length + len(tokens))
@@ -102,10 +102,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert before == [self.store.blocks(other) for other in self.sequences]
             return False
         assert wanted + num_pinned <= self.cache.num_blocks
-        self.note_evictions(index)
+        self.record_evictions(index)
         return True
 
-    def note_evictions(self, index: int) -> None:
+    def record_evictions(self, index: int) -> None:
         for other, sequence in enumerate(self.sequences):
             if other != index and sequence.length == 0 and self.held[other]:
                 assert sequence.num_pins == 0, "a pinned sequence was evicted"
@@ -151,7 +151,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.usage == len(blocks) / self.cache.num_blocks
 
     @invariant()
-    def blocks_are_just_enough(self) -> None:
+    def no_surplus_blocks_are_held(self) -> None:
         for sequence, held in zip(self.sequences, self.held, strict=True):
             assert len(self.store.blocks(sequence)) == -(-len(held) // BLOCK_TOKENS)
 
@@ -162,8 +162,8 @@ TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, d
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=2, max_size=6))
 @settings(deadline=None, derandomize=True, max_examples=60)
-def test_growing_neighbours_keep_their_contents(lengths: list[int]) -> None:
-    store = Store(sum(-(-2 * length // BLOCK_TOKENS) for length in lengths))  # exactly enough: they must move
+def test_growing_sequences_keep_their_contents(lengths: list[int]) -> None:
+    store = Store(sum(-(-2 * length // BLOCK_TOKENS) for length in lengths))  # exactly enough, so they must move
     sequences = [store.cache.open(str(index)) for index in range(len(lengths))]
     for part in (0, 1):
         for index, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
@@ -175,7 +175,7 @@ def test_growing_neighbours_keep_their_contents(lengths: list[int]) -> None:
     assert store.cache.num_free_blocks == 0
 
 
-def test_least_recently_used_idle_sequence_goes_first() -> None:
+def test_least_recently_used_idle_sequence_is_evicted() -> None:
     store = Store(3)
     old, pinned, recent = (store.cache.open(name) for name in ("old", "pinned", "recent"))
     for sequence in (old, pinned, recent):
@@ -186,7 +186,7 @@ def test_least_recently_used_idle_sequence_goes_first() -> None:
     assert (old.length, pinned.length, recent.length) == (2, 1, 0)
 
 
-def test_no_more_are_evicted_than_needed() -> None:
+def test_no_more_sequences_are_evicted_than_needed() -> None:
     store = Store(4)
     for name in "abcd":
         store.append(store.cache.open(name), [1])
@@ -194,7 +194,7 @@ def test_no_more_are_evicted_than_needed() -> None:
     assert [sequence.key for sequence in store.cache.sequences] == ["c", "d", "new"]
 
 
-def test_full_cache_evicts_nothing_in_vain() -> None:
+def test_failed_reservation_evicts_nothing() -> None:
     store = Store(3)
     idle, pinned = store.cache.open("idle"), store.cache.open("pinned")
     store.append(idle, [1])
@@ -205,25 +205,25 @@ def test_full_cache_evicts_nothing_in_vain() -> None:
     assert idle.length == 1
 
 
-def test_budgets_beyond_memory_are_refused() -> None:
+def test_cache_larger_than_memory_is_refused() -> None:
     with pytest.raises(CacheFull, match=f"a KV cache of {1 << 60} bytes does not fit into memory; give it fewer"):
         ContiguousPool([LayerShape(1, 64, 64)], num_bytes=1 << 60, block_tokens=32)
 
 
-def test_cached_sequences_outlive_their_users() -> None:
+def test_cached_sequences_survive_garbage_collection() -> None:
     store = Store(2)
     store.append(store.cache.open("a"), [7, 8])
     gc.collect()
     assert store.contents(store.cache.open("a")) == [7, 8]
 
 
-def test_closed_sequences_are_known_while_used() -> None:
+def test_closed_sequence_is_found_while_referenced() -> None:
     cache = Store(2).cache
-    known = cache.open("a")
-    known.close()
+    closed = cache.open("a")
+    closed.close()
     gc.collect()
-    assert cache.open("a") is known
-    reference = weakref.ref(known)
-    del known
+    assert cache.open("a") is closed
+    reference = weakref.ref(closed)
+    del closed
     gc.collect()
     assert reference() is None

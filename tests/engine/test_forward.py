@@ -1,4 +1,4 @@
-"""Packed forwards equal transformers' own, for every architecture that is served."""
+"""Packed forwards match transformers' forward, for every architecture that is served."""
 
 import random
 from pathlib import Path
@@ -13,7 +13,7 @@ from specdec.engine.load import BLOCK_TOKENS
 from specdec.engine.pool import LayerShape
 from specdec.engine.sdpa import SdpaBackend
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
-from tests.engine.tiny_models import FUSED, OwnModel, assert_close, load, random_tokens
+from tests.engine.tiny_models import FUSED, ReferenceModel, assert_close, load, random_tokens
 from tests.support import architectures
 
 LENGTHS = (40, 25, 17)  # all longer than the tiny models' sliding windows
@@ -36,7 +36,7 @@ def model(folder: Path) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every served architecture's folder, built when first asked for."""
+    """Return the folder of each served architecture, built on first use."""
     return _Folders(tmp_path_factory)
 
 
@@ -56,45 +56,45 @@ def without_fused_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestEveryArchitecture:
     @pytest.mark.parametrize("name", architectures.SERVED)
-    def test_chains_equal_own_forward(self, name: str, folders: dict[str, Path]) -> None:
-        check_pieces(load(folders[name]), OwnModel(folders[name]))
+    def test_chains_match_the_reference(self, name: str, folders: dict[str, Path]) -> None:
+        check_pieces(load(folders[name]), ReferenceModel(folders[name]))
 
     @pytest.mark.parametrize("name", architectures.SERVED)
-    def test_trees_equal_own_forward(self, name: str, folders: dict[str, Path]) -> None:
-        check_tree_rounds(load(folders[name]), OwnModel(folders[name]))
+    def test_trees_match_the_reference(self, name: str, folders: dict[str, Path]) -> None:
+        check_tree_rounds(load(folders[name]), ReferenceModel(folders[name]))
 
     @pytest.mark.parametrize("name", architectures.SERVED)
-    def test_hidden_states_equal_own_forward(self, name: str, folders: dict[str, Path]) -> None:
-        check_hidden_states(load(folders[name]), OwnModel(folders[name]))
+    def test_hidden_states_match_the_reference(self, name: str, folders: dict[str, Path]) -> None:
+        check_hidden_states(load(folders[name]), ReferenceModel(folders[name]))
 
 
 @pytest.mark.usefixtures("without_fused_forward")
 class TestFusedArchitecturesThroughTransformers:
     @pytest.mark.parametrize("name", FUSED)
-    def test_all_equal_own_forward(self, name: str, folders: dict[str, Path]) -> None:
-        model, own = load(folders[name]), OwnModel(folders[name])
+    def test_everything_matches_the_reference(self, name: str, folders: dict[str, Path]) -> None:
+        model, reference = load(folders[name]), ReferenceModel(folders[name])
         assert not isinstance(model.decoder, FusedDecoder)
-        check_pieces(model, own)
-        check_tree_rounds(model, own)
-        check_hidden_states(model, own)
+        check_pieces(model, reference)
+        check_tree_rounds(model, reference)
+        check_hidden_states(model, reference)
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_forward_serves_its_architectures(name: str, folders: dict[str, Path]) -> None:
+def test_fused_architectures_use_the_fused_forward(name: str, folders: dict[str, Path]) -> None:
     assert isinstance(load(folders[name]).decoder, FusedDecoder)
 
 
-def check_pieces(model: LanguageModel, own: OwnModel) -> None:
-    """Feed texts side by side in uneven pieces, with rejected tokens in between; compare every row."""
-    chooser = random.Random(2)
+def check_pieces(model: LanguageModel, reference: ReferenceModel) -> None:
+    """Feed batched texts in uneven pieces, with rejected tokens in between; compare every row with the reference."""
+    rng = random.Random(2)
     texts = [random_tokens(length, length) for length in LENGTHS]
     sequences = [model.cache.open(f"text {index}") for index in range(len(texts))]
     rows: list[list[torch.Tensor]] = [[] for _ in texts]
     while any(sequence.length < len(text) for sequence, text in zip(sequences, texts, strict=True)):
         feeds, growing = [], []
         for index, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
-            piece = text[sequence.length : sequence.length + chooser.randint(1, 9)]
-            if piece and chooser.random() < 0.8:
+            piece = text[sequence.length : sequence.length + rng.randint(1, 9)]
+            if piece and rng.random() < 0.8:
                 feeds.append(Feed(sequence, piece, len(piece)))
                 growing.append(index)
         if feeds:
@@ -103,11 +103,11 @@ def check_pieces(model: LanguageModel, own: OwnModel) -> None:
                 rows[index].append(part)
                 reject_some(model, sequences[index].key)
     for text, collected in zip(texts, rows, strict=True):
-        assert_close(torch.cat(collected), own.logits(text))
+        assert_close(torch.cat(collected), reference.logits(text))
 
 
 def reject_some(model: LanguageModel, key: str) -> None:
-    """Append tokens that do not belong to the text, and take them back."""
+    """Append tokens that do not belong to the text, then truncate them."""
     sequence = model.cache.open(key)
     kept = sequence.length
     model.forward([Feed(sequence, random_tokens(kept, 5), 1)])
@@ -121,18 +121,18 @@ def test_sliding_window_hides_older_tokens(tmp_path: Path) -> None:
     for beginning in (1, 2):
         sequence = model.cache.open(str(beginning))
         last_rows.append(model.forward([Feed(sequence, [beginning, *ending], 1)]).logits)
-    assert torch.equal(*last_rows)  # three layers of seven tokens do not reach the first
+    assert torch.equal(*last_rows)  # windows of seven tokens in three layers do not reach the first token
 
 
-def test_only_wanted_rows_come_back(model: LanguageModel) -> None:
+def test_only_requested_rows_are_returned(model: LanguageModel) -> None:
     one, two = model.cache.open("one"), model.cache.open("two")
     output = model.forward([Feed(one, [1] * 20, 2), Feed(two, [2] * 30, 0)])
     assert (output.logits.shape, output.hidden_states) == ((2, model.vocab_size), (None, None))
     assert model.forward([Feed(one, [1], 0)]).logits.shape == (0, model.vocab_size)
 
 
-def test_only_wanted_rows_reach_the_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is the largest product; its input shows in what a linear layer of its size is given."""
+def test_only_requested_rows_reach_the_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is the only linear layer with vocab_size outputs, so its inputs can be counted."""
     seen: list[int] = []
     linear = torch.nn.functional.linear
 
@@ -170,7 +170,7 @@ def test_repeated_feeds_give_the_same_bits(model: LanguageModel, count: int) -> 
 
 
 def feed_and_truncate(model: LanguageModel, key: str, tokens: list[int]) -> torch.Tensor:
-    """Return the tokens' logits; the sequence is as before."""
+    """Return the tokens' logits and truncate the sequence to its former length."""
     sequence = model.cache.open(key)
     length = sequence.length
     logits = model.forward([Feed(sequence, tokens, len(tokens))]).logits
@@ -190,36 +190,38 @@ class TestBadFeeds:
             ([1] * (architectures.CONTEXT_LENGTH - 3), 1, SequenceTooLong),
         ],
     )
-    def test_every_sequence_stays_as_it_was(
+    def test_bad_feed_changes_no_sequence(
         self, model: LanguageModel, tokens: list[int], num_rows: int, error: type[Exception]
     ) -> None:
-        bystander, sequence = model.cache.open("bystander"), model.cache.open("bad")
-        model.forward([Feed(bystander, [1, 2, 3], 0), Feed(sequence, [4, 5, 6, 7], 0)])
+        other, sequence = model.cache.open("other"), model.cache.open("bad")
+        model.forward([Feed(other, [1, 2, 3], 0), Feed(sequence, [4, 5, 6, 7], 0)])
         num_free = model.cache.num_free_blocks
         with pytest.raises(error):
-            model.forward([Feed(bystander, [8] * 90, 1), Feed(sequence, tokens, num_rows)])
-        assert (list(bystander.tokens), list(sequence.tokens)) == ([1, 2, 3], [4, 5, 6, 7])
+            model.forward([Feed(other, [8] * 90, 1), Feed(sequence, tokens, num_rows)])
+        assert (list(other.tokens), list(sequence.tokens)) == ([1, 2, 3], [4, 5, 6, 7])
         assert model.cache.num_free_blocks == num_free
 
     @pytest.mark.parametrize(
-        ("parents", "says"), [((0, 0, 1), "hangs from"), ((0, 2), "are not a tree"), ((0, 0, 0, 0), "hangs from")]
+        ("parents", "message"), [((0, 0, 1), "hangs from"), ((0, 2), "are not a tree"), ((0, 0, 0, 0), "hangs from")]
     )
-    def test_trees_need_roots_and_parents(self, model: LanguageModel, parents: tuple[int, ...], says: str) -> None:
-        with pytest.raises(EngineError, match=says):
+    def test_malformed_trees_are_refused(self, model: LanguageModel, parents: tuple[int, ...], message: str) -> None:
+        with pytest.raises(EngineError, match=message):
             model.forward([Feed(model.cache.open("a"), [1, 2, 3], 1, parents)])
 
     @pytest.mark.parametrize(("layers", "count"), [((4,), 1), ((-1,), 1), ((0,), 2), ((0,), -1)])
-    def test_absent_hidden_states_are_refused(self, model: LanguageModel, layers: tuple[int, ...], count: int) -> None:
+    def test_unavailable_hidden_states_are_refused(
+        self, model: LanguageModel, layers: tuple[int, ...], count: int
+    ) -> None:
         with pytest.raises(EngineError, match="hidden states"):
             model.forward([Feed(model.cache.open("a"), [1], 1, hidden_layers=layers, num_observed=count)])
 
-    def test_sequences_are_fed_once(self, model: LanguageModel) -> None:
+    def test_feeding_a_sequence_twice_is_refused(self, model: LanguageModel) -> None:
         sequence = model.cache.open("a")
         with pytest.raises(EngineError, match="fed twice"):
             model.forward([Feed(sequence, [1], 1), Feed(sequence, [2], 1)])
 
 
-def test_context_is_judged_by_positions(model: LanguageModel) -> None:
+def test_context_limit_applies_to_positions(model: LanguageModel) -> None:
     """A tree may have more tokens than the context has positions left."""
     sequence = model.cache.open("a")
     length = architectures.CONTEXT_LENGTH - 1
@@ -232,7 +234,7 @@ def test_context_is_judged_by_positions(model: LanguageModel) -> None:
 
 
 class BreakableBackend(SdpaBackend):
-    """Fails in the last layer, once it is told to."""
+    """An SDPA backend whose plans can be broken."""
 
     def __init__(self, shapes: list[LayerShape], options: PoolOptions) -> None:
         super().__init__(shapes, options)
@@ -243,7 +245,7 @@ class BreakableBackend(SdpaBackend):
 
 
 class BreakablePlan:
-    """Attends as another plan does, until the last layer."""
+    """Wraps another plan; while `is_broken`, the last layer raises."""
 
     is_broken = False
 
@@ -291,7 +293,7 @@ class TestSmallCache:
             model.forward([Feed(two, [1] * (BLOCK_TOKENS + 1), 1)])
         assert (one.length, two.length) == (BLOCK_TOKENS, 0)
 
-    def test_batch_mates_are_not_evicted(self, model: LanguageModel) -> None:
+    def test_sequences_in_the_batch_are_not_evicted(self, model: LanguageModel) -> None:
         one, two = model.cache.open("one"), model.cache.open("two")
         model.forward([Feed(one, [1] * 5, 0)])
         with pytest.raises(CacheFull):
@@ -299,7 +301,7 @@ class TestSmallCache:
         assert (one.length, two.length, one.num_pins) == (5, 0, 0)
 
 
-def test_segments_place_trees_by_depth() -> None:
+def test_tree_positions_follow_depth() -> None:
     segment = Segment("a", past=4, num_tokens=5, parents=(0, 0, 1, 3))
     assert (segment.total, segment.tree_start) == (9, 5)
     assert segment.positions == [4, 5, 5, 6, 7]

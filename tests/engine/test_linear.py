@@ -1,6 +1,6 @@
-"""Packed linear layers are close to the plain ones, and agree with themselves.
+"""Packed linear layers are close to plain ones, and deterministic.
 
-Nothing here depends on the processor: where oneDNN cannot pack a type, layers stay as they are, and both are tested.
+The tests pass on every processor: where oneDNN cannot pack a type, layers must stay unchanged.
 """
 
 import pytest
@@ -9,12 +9,12 @@ from torch import nn
 
 from specdec.engine.linear import MIN_FLOAT32_ROWS, MIN_FLOAT32_WEIGHTS, PackedLinear, pack_linears, try_prepack
 
-SHAPES = {  # each with an odd one
+SHAPES = {  # (in, out); one of each type has odd sizes
     torch.bfloat16: [(48, 320), (384, 1024), (1024, 384), (129, 67)],
     torch.float32: [(384, 1536), (1536, 384), (731, 727)],
 }
 CASES = [(dtype, shape) for dtype, shapes in SHAPES.items() for shape in shapes]
-TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # of the outputs' spread
+TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # times the standard deviation of the outputs
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def make_linear(num_in: int, num_out: int, bias: bool = False, dtype: torch.dtyp
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether this processor packs weights of the type."""
+    """Return whether this processor packs weights of the type."""
     try:
         PackedLinear(make_linear(16, 16, dtype=dtype))(torch.zeros(1, 16, dtype=dtype))
     except RuntimeError:
@@ -49,9 +49,9 @@ def test_products_are_close(dtype: torch.dtype, shape: tuple[int, int], num_rows
     linear = make_linear(*shape, bias, dtype)
     rows = torch.randn(1, num_rows, shape[0]).to(dtype)
     with torch.inference_mode():
-        ours, plain = served(linear)(rows), linear(rows)
-    assert ours.shape == plain.shape
-    assert (ours - plain).float().abs().max() <= TOLERANCES[dtype] * plain.float().std()
+        packed, plain = served(linear)(rows), linear(rows)
+    assert packed.shape == plain.shape
+    assert (packed - plain).float().abs().max() <= TOLERANCES[dtype] * plain.float().std()
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 33])
@@ -62,11 +62,11 @@ def test_repeated_products_have_the_same_bits(dtype: torch.dtype, shape: tuple[i
     first, second = served(linear), served(linear)
     with torch.inference_mode():
         assert torch.equal(first(rows), first(rows))
-        assert torch.equal(first(rows), second(rows)), "a worker that starts again computes the same"
+        assert torch.equal(first(rows), second(rows)), "two packings of one weight must agree"
 
 
 def served(linear: nn.Linear) -> nn.Module:
-    """What a model is served with."""
+    """Return the layer that a model is served with."""
     return try_prepack(linear) or linear
 
 
@@ -89,14 +89,14 @@ def test_tied_embeddings_keep_their_weight() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, MIN_FLOAT32_ROWS - 1])
-def test_few_float32_rows_take_the_plain_product(num_rows: int) -> None:
+def test_few_float32_rows_use_the_plain_product(num_rows: int) -> None:
     linear = make_linear(1024, 1024, dtype=torch.float32)
     rows = torch.randn(num_rows, 1024)
     with torch.inference_mode():
         assert torch.equal(served(linear)(rows), linear(rows))
 
 
-def test_other_layers_stay_as_they_are() -> None:
+def test_other_layers_stay_unchanged() -> None:
     small = make_linear(16, MIN_FLOAT32_WEIGHTS // 16 - 1, dtype=torch.float32)
     model = nn.Sequential(small, nn.LayerNorm(16), nn.Linear(8, 8).to(torch.float16))
     before = list(model)
@@ -119,7 +119,7 @@ def test_wrong_products_are_not_used(dtype: torch.dtype, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", SHAPES)
-def test_unsupported_types_stay_as_they_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_types_stay_unchanged(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: PackedLinear, linear: nn.Linear) -> None:
         raise RuntimeError("the platform does not support it")
 

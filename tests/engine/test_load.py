@@ -1,4 +1,4 @@
-"""What is loaded is served exactly or refused in a sentence."""
+"""A model is served exactly or refused with one sentence."""
 
 import json
 import logging
@@ -16,7 +16,7 @@ from specdec.engine.fused import FusedDecoder
 from specdec.engine.pretrained import choose_dtype, looks_like_path
 from specdec.engine.sdpa import Part
 from tests.engine.scenarios import check_tree_rounds
-from tests.engine.tiny_models import FUSED, KV_CACHE_BYTES, OwnModel, load
+from tests.engine.tiny_models import FUSED, KV_CACHE_BYTES, ReferenceModel, load
 from tests.support import architectures
 
 
@@ -30,7 +30,7 @@ def model(folder: Path) -> LanguageModel:
     return load(folder)
 
 
-def test_facts_are_the_configurations(model: LanguageModel) -> None:
+def test_model_facts_match_its_configuration(model: LanguageModel) -> None:
     assert (model.num_layers, model.hidden_size, model.vocab_size) == (3, 48, architectures.VOCAB_SIZE)
     assert (model.context_length, model.num_token_ids) == (architectures.CONTEXT_LENGTH, architectures.VOCAB_SIZE)
 
@@ -44,7 +44,7 @@ def test_wrong_fused_forward_is_not_used(
     monkeypatch.setattr(fused._Angles, "at", lambda self, positions: turn(self, [at + (at > 9) for at in positions]))
     model = load(folder)
     assert not isinstance(model.decoder, FusedDecoder)
-    check_tree_rounds(model, OwnModel(folder))
+    check_tree_rounds(model, ReferenceModel(folder))
     (record,) = [record for record in caplog.records if record.name.startswith("specdec.engine")]
     assert (record.levelno, record.getMessage()) == (logging.WARNING, "fused_forward_refused")
     assert (record.__dict__["error"], record.exc_info) == ("ModelRefused", None)
@@ -74,35 +74,35 @@ class TestSelfCheck:
         with pytest.raises(ModelRefused, match="other logits"):
             load(folder, dtype=dtype)
 
-    def test_it_can_be_skipped(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_self_check_can_be_skipped(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Part, "mask", lambda *arguments: None)
         assert load(folder, self_check=False).num_layers == 3
 
-    def test_it_leaves_the_cache_empty(self, model: LanguageModel) -> None:
+    def test_self_check_leaves_the_cache_empty(self, model: LanguageModel) -> None:
         assert (model.cache.usage, model.cache.sequences) == (0.0, [])
 
 
 class TestRefusals:
-    def test_missing_folder(self, tmp_path: Path) -> None:
+    def test_missing_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ModelRefused, match="does not exist; give"):
             load(tmp_path / "absent")
 
-    def test_pickled_weights(self, folder: Path, tmp_path: Path) -> None:
+    def test_pickled_weights_are_refused(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text((folder / "config.json").read_text())
         torch.save({}, tmp_path / "pytorch_model.bin")
         with pytest.raises(ModelRefused, match=r"no \*\.safetensors file.*convert"):
             load(tmp_path)
 
-    def test_pickled_weights_beside_other_safetensors(self, folder: Path, tmp_path: Path) -> None:
+    def test_unrelated_safetensors_are_refused(self, folder: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-        own = AutoModelForCausalLM.from_pretrained(folder)
-        torch.save(own.state_dict(), tmp_path / "pytorch_model.bin")
+        reference = AutoModelForCausalLM.from_pretrained(folder)
+        torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
         (tmp_path / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
         with pytest.raises(ModelRefused, match="cannot be loaded"):
             load(tmp_path)
 
     @pytest.mark.parametrize(
-        ("key", "value", "says"),
+        ("key", "value", "message"),
         [
             ("auto_map", {"AutoModelForCausalLM": "own_code.Model"}, "its own code"),
             ("quantization_config", {"quant_method": "gptq", "bits": 4}, "quantised"),
@@ -110,25 +110,27 @@ class TestRefusals:
             ("model_type", "no_such_model", "configuration"),
         ],
     )
-    def test_config_that_asks_for_more(self, folder: Path, tmp_path: Path, key: str, value: object, says: str) -> None:
+    def test_unsupported_config_is_refused(
+        self, folder: Path, tmp_path: Path, key: str, value: object, message: str
+    ) -> None:
         for file in folder.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
         config = json.loads((folder / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
-        with pytest.raises(ModelRefused, match=says):
+        with pytest.raises(ModelRefused, match=message):
             load(tmp_path)
 
-    def test_unreachable_hub(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unreachable_hub_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         with pytest.raises(ModelRefused, match=r"nobody/nothing .no folder here, so taken as a hub id. cannot be read"):
             load_language_model("nobody/nothing", device="cpu", kv_cache_bytes=KV_CACHE_BYTES)
 
     @pytest.mark.parametrize(("key", "value"), [("device", "tpu"), ("dtype", "int3")])
-    def test_unknown_words(self, folder: Path, key: str, value: str) -> None:
+    def test_unknown_device_or_dtype_is_refused(self, folder: Path, key: str, value: str) -> None:
         with pytest.raises(ModelRefused, match="is unknown; use"):
             load(folder, **{key: value})
 
-    def test_cache_of_no_block(self, folder: Path) -> None:
+    def test_cache_smaller_than_a_block_is_refused(self, folder: Path) -> None:
         with pytest.raises(CacheFull, match="holds not one block"):
             load(folder, kv_cache_bytes=100)
 
@@ -143,14 +145,14 @@ class TestRefusals:
         ("float32", 256, True, torch.float32),
     ],
 )
-def test_auto_takes_the_faster_type(
+def test_auto_dtype_is_the_faster_one(
     word: str, width: int, has_bfloat16: bool, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bfloat16})
     assert choose_dtype(word, torch.device("cpu"), width) is chosen
 
 
-def test_paths_are_told_from_hub_ids(tmp_path: Path) -> None:
+def test_paths_and_hub_ids_are_distinguished(tmp_path: Path) -> None:
     paths = ["./a", "../a/b", "/a", "~/a", "a/b/c", str(tmp_path)]
     assert all(looks_like_path(path) for path in paths)
     assert not any(looks_like_path(hub_id) for hub_id in ("gpt2", "org/name-of-no-folder"))

@@ -1,4 +1,4 @@
-"""The engine thread: batching, chunked prompts, cancellation, failures, scarce memory; a model with known output."""
+"""The engine thread: batching, chunked prefill, cancellation, failures, a full cache; on a toy model."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ from tests.support import architectures
 VOCAB_SIZE = 97
 MODULUS = 89
 BLOCK_TOKENS = 8
-POISON = 96  # a token that the toy's forward fails on
+POISON = 96  # the toy model's forward fails on this token
 
 
 class ToyModel:
@@ -115,7 +115,7 @@ def decode(tasks: list[Generation], logits: torch.Tensor) -> None:
 
 
 def generated(tokens: list[int], num_new: int) -> list[int]:
-    """What the toy model generates."""
+    """Return the tokens that the toy model generates."""
     text = list(tokens)
     for _ in range(num_new):
         text.append(sum(text) % MODULUS)
@@ -134,7 +134,7 @@ async def engine(model: Any, processor: Callable[..., None] = decode, **options:
 
 
 @asynccontextmanager
-async def standing_still(model: ToyModel, loop: EngineLoop[Any]) -> AsyncIterator[None]:
+async def paused_forward(model: ToyModel, loop: EngineLoop[Any]) -> AsyncIterator[None]:
     """Hold the engine inside a forward, so that tasks submitted meanwhile arrive together."""
     while model.entered.acquire(blocking=False):
         pass
@@ -147,7 +147,7 @@ async def standing_still(model: ToyModel, loop: EngineLoop[Any]) -> AsyncIterato
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for a state of another thread; the test's own timeout ends a wait in vain."""
+    """Wait for a condition set by another thread; only the test's timeout limits the wait."""
     while not happened():
         pass
 
@@ -163,10 +163,10 @@ async def submitted(loop: EngineLoop[Any], *tasks: Task[Any]) -> list[asyncio.Fu
     return futures
 
 
-async def test_arrivals_during_a_forward_share_the_next() -> None:
+async def test_tasks_arriving_together_share_a_forward() -> None:
     model = ToyModel()
     async with engine(model) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, *(Generation(key, [ord(key) % 50], 3) for key in "abc"))
             assert loop.load.num_waiting == 3
             assert loop.load.num_running == 1
@@ -177,7 +177,7 @@ async def test_arrivals_during_a_forward_share_the_next() -> None:
 async def test_long_prompts_never_delay_decoding() -> None:
     model, prompt = ToyModel(), [index % 90 for index in range(1000)]
     async with engine(model, max_batch_tokens=100, prefill_chunk_tokens=100) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, Generation("decoding", [5], 10), Generation("long", prompt))
             futures += await submitted(loop, Generation("longer", [3] * 300))
         assert await asyncio.gather(*futures) == [
@@ -189,10 +189,10 @@ async def test_long_prompts_never_delay_decoding() -> None:
     assert sum(forward.get("longer", 0) for forward in model.forwards) == 300
 
 
-async def test_prompts_share_a_chunk_beside_decoding() -> None:
+async def test_prompts_share_the_prefill_budget() -> None:
     model = ToyModel()
     async with engine(model, max_batch_tokens=200, prefill_chunk_tokens=100) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             prompts = await submitted(loop, Generation("long", [2] * 200), Generation("longer", [3] * 300))
             decoding = await submitted(loop, Generation("decoding", [5] * 60, 3))
         await asyncio.gather(*prompts, *decoding)
@@ -200,7 +200,7 @@ async def test_prompts_share_a_chunk_beside_decoding() -> None:
     assert [forward.get("decoding") for forward in model.forwards[1:4]] == [60, 1, 1]
 
 
-async def test_all_rows_come_from_one_forward() -> None:
+async def test_rows_of_a_task_share_a_forward() -> None:
     rows: list[torch.Tensor] = []
 
     def keep(tasks: list[Task[None]], logits: torch.Tensor) -> None:
@@ -216,11 +216,11 @@ async def test_all_rows_come_from_one_forward() -> None:
         assert torch.equal(logits.argmax(-1), expected[len(prompt) - num_rows :])
 
 
-async def test_batches_respect_their_maximum() -> None:
+async def test_batches_respect_max_batch_tokens() -> None:
     model = ToyModel()
     async with engine(model, max_batch_tokens=DECODING_TOKENS, prefill_chunk_tokens=DECODING_TOKENS) as loop:
         tasks = [Generation(str(index), [index] * 30, 4) for index in range(7)]
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, *tasks)
         assert await asyncio.gather(*futures) == [generated([index] * 30, 4) for index in range(7)]
     assert max(sum(forward.values()) for forward in model.forwards) <= DECODING_TOKENS
@@ -229,14 +229,14 @@ async def test_batches_respect_their_maximum() -> None:
 async def test_tasks_of_one_sequence_run_in_turn() -> None:
     model = ToyModel()
     async with engine(model) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             first, second = Generation("a", [1, 2], 3), Generation("a", [9], 2, start=1)
             futures = await submitted(loop, first, second)
         assert await asyncio.gather(*futures) == [generated([1, 2], 3), generated([1, 9], 2)]
         assert model.cache.open("a").length == 3
 
 
-async def test_cancelling_leaves_sequence_and_mates_alone() -> None:
+async def test_cancelling_spares_sequence_and_other_tasks() -> None:
     class Endless(Generation):
         pass
 
@@ -251,16 +251,16 @@ async def test_cancelling_leaves_sequence_and_mates_alone() -> None:
     model = ToyModel()
     async with engine(model, decode_or_repeat) as loop:
         await loop.run(Generation("a", [1, 2, 3]))
-        async with standing_still(model, loop):
-            futures = await submitted(loop, Endless("a", [4] * 9, start=2), Generation("mate", [5], 2))
+        async with paused_forward(model, loop):
+            futures = await submitted(loop, Endless("a", [4] * 9, start=2), Generation("other", [5], 2))
         assert await futures[1] == generated([5], 2)
-        async with standing_still(model, loop):
-            mate = await submitted(loop, Generation("mate", [5], 2))
+        async with paused_forward(model, loop):
+            other = await submitted(loop, Generation("other", [5], 2))
             assert model.cache.open("a").length >= 10
             futures[0].cancel()
             await asyncio.wait([futures[0]])
         assert futures[0].cancelled()
-        assert await mate[0] == generated([5], 2)
+        assert await other[0] == generated([5], 2)
         assert model.cache.open("a").length == 2
         assert await loop.run(Generation("a", [7], 1, start=2)) == generated([1, 2, 7], 1)
         assert loop.load.num_running == loop.load.num_waiting == 0
@@ -269,7 +269,7 @@ async def test_cancelling_leaves_sequence_and_mates_alone() -> None:
 async def test_task_cancelled_while_waiting_never_runs() -> None:
     model = ToyModel()
     async with engine(model) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, Generation("a", [1]), Generation("b", [2]))
             futures[0].cancel()
             await asyncio.wait([futures[0]])
@@ -277,23 +277,23 @@ async def test_task_cancelled_while_waiting_never_runs() -> None:
     assert all("a" not in forward for forward in model.forwards)
 
 
-async def test_failing_forward_fails_its_batch_only(caplog: pytest.LogCaptureFixture) -> None:
+async def test_failing_forward_fails_only_its_batch(caplog: pytest.LogCaptureFixture) -> None:
     model = ToyModel()
     async with engine(model) as loop:
-        await loop.run(Generation("mate", [1, 2]))
+        await loop.run(Generation("other", [1, 2]))
         caplog.clear()
-        async with standing_still(model, loop):
-            futures = await submitted(loop, Generation("mate", [3], 1, start=2), Generation("bad", [POISON]))
+        async with paused_forward(model, loop):
+            futures = await submitted(loop, Generation("other", [3], 1, start=2), Generation("bad", [POISON]))
         for failed in await asyncio.gather(*futures, return_exceptions=True):
             assert isinstance(failed, EngineError)
             assert "the forward failed: RuntimeError: poisoned" in str(failed)
         assert_logged(caplog, "engine_tasks_failed", stage="the forward", error="RuntimeError", num_tasks=2)
-        assert model.cache.open("mate").length == 2
-        assert await loop.run(Generation("mate", [3], 1, start=2)) == generated([1, 2, 3], 1)
+        assert model.cache.open("other").length == 2
+        assert await loop.run(Generation("other", [3], 1, start=2)) == generated([1, 2, 3], 1)
 
 
 def assert_logged(caplog: pytest.LogCaptureFixture, event: str, **facts: object) -> None:
-    """One error of these facts and a place, and neither a traceback nor the exception's own words."""
+    """Assert that one error was logged, with these facts and the place, without traceback or exception text."""
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert record.getMessage() == event
     assert {name: record.__dict__[name] for name in facts} == facts
@@ -302,7 +302,7 @@ def assert_logged(caplog: pytest.LogCaptureFixture, event: str, **facts: object)
     assert not any("96" in str(value) for name, value in record.__dict__.items() if name in (*facts, "where", "msg"))
 
 
-async def test_failing_processor_fails_due_tasks_only() -> None:
+async def test_failing_processor_fails_only_due_tasks() -> None:
     def fail_once(tasks: list[Generation], logits: torch.Tensor) -> None:
         if any(task.key == "bad" for task in tasks):
             raise ZeroDivisionError
@@ -310,7 +310,7 @@ async def test_failing_processor_fails_due_tasks_only() -> None:
 
     model = ToyModel()
     async with engine(model, fail_once) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, Generation("bad", [1]), Generation("long", [2] * 500))
         results = await asyncio.gather(*futures, return_exceptions=True)
         assert isinstance(results[0], EngineError)
@@ -319,10 +319,10 @@ async def test_failing_processor_fails_due_tasks_only() -> None:
         assert model.cache.open("bad").length == 0
 
 
-async def test_bad_task_fails_outside_the_batch() -> None:
+async def test_invalid_task_fails_alone() -> None:
     model = ToyModel()
     async with engine(model) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, Generation("bad", [VOCAB_SIZE]), Generation("good", [1]))
         results = await asyncio.gather(*futures, return_exceptions=True)
     assert isinstance(results[0], EngineError)
@@ -330,7 +330,7 @@ async def test_bad_task_fails_outside_the_batch() -> None:
     assert model.forwards[-1] == {"good": 1}
 
 
-async def test_processor_must_end_or_continue_tasks() -> None:
+async def test_processor_must_finish_or_continue_tasks() -> None:
     async with engine(ToyModel(), lambda tasks, logits: None) as loop:
         with pytest.raises(EngineError, match="neither"):
             await loop.run(Generation("a", [1]))
@@ -346,7 +346,7 @@ async def test_processor_can_fail_one_task() -> None:
 
     model = ToyModel()
     async with engine(model, fail_bad) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, *(Generation(key, [1]) for key in ("a", "bad", "b")))
         results = await asyncio.gather(*futures, return_exceptions=True)
     assert results[0] == results[2] == [1]
@@ -375,7 +375,7 @@ async def test_tasks_may_end_in_prepare() -> None:
     assert len(model.forwards) == 1
 
 
-class TestScarceMemory:
+class TestFullCache:
     async def test_tasks_wait_for_room(self) -> None:
         model = ToyModel(num_blocks=10)
         async with engine(model, prefill_chunk_tokens=DECODING_TOKENS) as loop:
@@ -384,16 +384,16 @@ class TestScarceMemory:
         assert results == [generated(prompt, 5) for prompt in prompts]
         assert all(sequence.num_pins == 0 for sequence in model.cache.sequences)
 
-    async def test_evicted_task_starts_again(self) -> None:
+    async def test_evicted_task_restarts(self) -> None:
         model = ToyModel(num_blocks=10)
         tasks = [Generation(key, [3] * 4, 60) for key in "ab"]  # each grows to eight blocks
         async with engine(model) as loop:
-            async with standing_still(model, loop):
+            async with paused_forward(model, loop):
                 futures = await submitted(loop, *tasks)
             assert await asyncio.gather(*futures) == [generated([3] * 4, 60)] * 2
-        assert [task.num_prepared for task in tasks] == [1, 2]  # the younger made way, once
+        assert [task.num_prepared for task in tasks] == [1, 2]  # the younger task was evicted once
 
-    async def test_too_long_tasks_fail_at_once(self) -> None:
+    async def test_tasks_larger_than_the_cache_fail(self) -> None:
         model = ToyModel(num_blocks=10)
         async with engine(model) as loop:
             with pytest.raises(CacheFull, match="do not fit"):
@@ -402,10 +402,10 @@ class TestScarceMemory:
                 await loop.run(Generation("a", [1] * 79, 5))
             assert await loop.run(Generation("a", [1] * 79, 2)) == generated([1] * 79, 2)
 
-    async def test_first_come_first_served(self) -> None:
+    async def test_waiting_tasks_run_in_arrival_order(self) -> None:
         model = ToyModel(num_blocks=10)
         async with engine(model) as loop:
-            async with standing_still(model, loop):
+            async with paused_forward(model, loop):
                 futures = await submitted(
                     loop, Generation("big", [1] * 60, 3), Generation("huge", [2] * 72), Generation("small", [3])
                 )
@@ -427,7 +427,7 @@ async def test_forgotten_sequences_are_freed_when_idle() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         await loop.run(Generation("idle", [1] * 30))
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, Generation("busy", [2] * 30, 3))
             loop.forget("idle")
             loop.forget("busy")
@@ -436,11 +436,11 @@ async def test_forgotten_sequences_are_freed_when_idle() -> None:
         assert {sequence.key for sequence in model.cache.sequences} == {"plug", "last"}
 
 
-async def test_forgotten_sequences_are_not_found_later() -> None:
+async def test_forgotten_sequences_are_not_reused() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         await loop.run(Generation("a", [1] * 30))
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             loop.forget("a")
             (late,) = await submitted(loop, Generation("a", [2], start=20))
         with pytest.raises(CacheMiss) as missed:
@@ -452,7 +452,7 @@ async def test_event_loop_runs_during_forwards() -> None:
     model = ToyModel()
     async with engine(model) as loop:
         assert not loop.is_stalled(0)
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             for _ in range(100):
                 await asyncio.sleep(0)
             assert loop.last_step_age_s > 0
@@ -461,13 +461,13 @@ async def test_event_loop_runs_during_forwards() -> None:
         await loop.run(Generation("a", [1]))
         await asyncio.to_thread(until, lambda: loop.last_step_age_s == 0)
         assert not loop.is_stalled(0)
-    assert loop.is_stalled(3600), "a dead thread makes no progress"
+    assert loop.is_stalled(3600), "a stopped thread makes no progress"
 
 
 async def test_timings_add_up() -> None:
     model, task = ToyModel(), Generation("a", [1] * 600, 3)
     async with engine(model) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             futures = await submitted(loop, task)
         await futures[0]
     assert task.timings.queue_s > 0
@@ -481,7 +481,7 @@ async def test_stopping_fails_unfinished_tasks() -> None:
     with pytest.raises(EngineError, match="not running"):
         await loop.run(Generation("a", [1]))
     loop.start()
-    async with standing_still(model, loop):
+    async with paused_forward(model, loop):
         futures = await submitted(loop, Generation("a", [1]), Generation("b", [1] * 500, 2))
         stopping = threading.Thread(target=loop.stop)
         stopping.start()
@@ -523,14 +523,14 @@ class Scoring(Task[list[int]]):
 
 
 def score(tasks: list[Any], logits: torch.Tensor) -> None:
-    """End each task with its rows' tokens; the plug with nothing."""
+    """Finish each task with the greedy tokens of its rows."""
     parts = torch.split(logits.argmax(-1), [task.num_rows for task in tasks])
     for task, rows in zip(tasks, parts, strict=True):
         task.finish(rows.tolist())
 
 
 class TestTrees:
-    """Rounds on one sequence; the text is 1 2 3, then the tree 10 (20, 21), 11."""
+    """Rounds on one sequence: the text 1 2 3, then the tree 10 (20, 21), 11."""
 
     TREE = (10, 20, 21, 11)
     PARENTS = (0, 1, 1, 0)
@@ -550,7 +550,7 @@ class TestTrees:
             assert await loop.run(Scoring(6, [30, 7], [], ())) == [79]
         assert [forward["a"] for forward in model.forwards] == [7, 2, 1]
 
-    async def test_repeated_rounds_feed_the_same(self) -> None:
+    async def test_repeated_rounds_feed_the_same_tokens(self) -> None:
         model = ToyModel()
         async with engine(model, score) as loop:
             await loop.run(self.first_round())
@@ -583,7 +583,7 @@ class TestTrees:
             await asyncio.to_thread(model.entered.acquire)
             model.gate.clear()
             (future,) = await submitted(loop, Scoring(3, [10, 20, 4], [5, 6], (0, 0)))
-            await asyncio.to_thread(model.entered.acquire)  # its forward has begun
+            await asyncio.to_thread(model.entered.acquire)  # the forward has begun
             future.cancel()
             await asyncio.wait([future])
             model.gate.set()
@@ -594,7 +594,7 @@ class TestTrees:
         model = ToyModel()
         async with engine(model, score) as loop:
             await loop.run(self.first_round())
-            async with standing_still(model, loop):
+            async with paused_forward(model, loop):
                 (future,) = await submitted(loop, Scoring(3, [11, 4], [5], (0,)))
                 future.cancel()
                 await asyncio.wait([future])
@@ -611,14 +611,14 @@ class TestTrees:
             assert missed.value.cached_len == 0
             assert await loop.run(Scoring(0, [1, 2, 3, 10, 4], [5], (0,))) == [20, 25]
 
-    async def test_new_streams_keep_what_matches(self) -> None:
+    async def test_new_streams_keep_matching_tokens(self) -> None:
         model = ToyModel()
         async with engine(model, score) as loop:
             await loop.run(self.first_round())
             assert await loop.run(Scoring(0, [1, 2, 3, 10, 21, 9], [4], (0,), match=True)) == [46, 50]
         assert [forward["a"] for forward in model.forwards] == [7, 2]
 
-    async def test_drafted_chains_are_recognised(self) -> None:
+    async def test_accepted_draft_is_not_fed_again(self) -> None:
         model = ToyModel()
         async with engine(model) as loop:
             drafted = await loop.run(Generation("a", [1, 2, 3], 3))
@@ -649,21 +649,21 @@ class TestHiddenStates:
         assert states is not None
         assert torch.equal(states, torch.stack([sums, sums + 2], dim=1)[300 - count :, :, None])
 
-    async def test_trees_are_observed_with_their_root(self) -> None:
+    async def test_tree_states_include_the_root(self) -> None:
         task = Scoring(0, [1, 2, 3], [10, 20], (0, 0), hidden_layers=(1,), num_observed=3)
         states = await self.observed(task)
         assert states is not None
         assert states.flatten().tolist() == [7, 17, 27]
 
-    async def test_nothing_is_observed_unasked(self) -> None:
+    async def test_no_states_unless_requested(self) -> None:
         assert await self.observed(Task[Any]("a", 0, [1, 2], 1)) is None
 
 
-async def test_states_of_a_task() -> None:
+async def test_task_passes_through_its_states() -> None:
     model, task = ToyModel(), Generation("a", [1])
     states = [task.state]
     async with engine(model) as loop:
-        async with standing_still(model, loop):
+        async with paused_forward(model, loop):
             (future,) = await submitted(loop, task)
             states.append(task.state)
         await future
@@ -672,7 +672,7 @@ async def test_states_of_a_task() -> None:
             await loop.run(task)
 
 
-async def test_full_cache_suspends_the_youngest() -> None:
+async def test_full_cache_suspends_the_youngest_task() -> None:
     model, seen = ToyModel(num_blocks=10), set[tuple[str, TaskState]]()
     tasks = [Generation(key, [3] * 4, 60) for key in "ab"]  # each grows to eight blocks
 

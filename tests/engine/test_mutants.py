@@ -1,4 +1,4 @@
-"""Every planted mistake is rejected by the test that guards against it."""
+"""Every planted bug is rejected by the test that guards against it."""
 
 import pkgutil
 

@@ -1,4 +1,4 @@
-"""What a sequence keeps when the next round's tokens come."""
+"""Which cached tokens a sequence keeps when the next round begins."""
 
 from array import array
 
@@ -9,7 +9,7 @@ from specdec.engine import CacheMiss, ContiguousPool, EngineError, KvCache, Laye
 
 
 class Texts:
-    """A cache whose keys and values are the tokens, so that a wrong copy shows."""
+    """A sequence whose keys and values are its token ids, so that a wrong copy is visible."""
 
     def __init__(self) -> None:
         self.pool = ContiguousPool([LayerShape(1, 2, 1), LayerShape(1, 2, 1)], num_bytes=1 << 14, block_tokens=4)
@@ -17,7 +17,7 @@ class Texts:
         self.sequence = self.cache.open("a")
 
     def append(self, tokens: list[int], parents: tuple[int, ...] = (), num_committed: int | None = None) -> None:
-        """Cache tokens, as a forward does."""
+        """Append tokens and write their keys and values, as a forward does."""
         sequence = self.sequence
         if num_committed is not None:
             sequence.mark_committed(num_committed)
@@ -31,13 +31,13 @@ class Texts:
     def resume(
         self, start: int, tokens: list[int], min_fed: int = 1, match: bool = False, num_committed: int | None = None
     ) -> list[int]:
-        """Resume with committed tokens."""
+        """Resume; all tokens count as committed unless `num_committed` is given."""
         committed = start + len(tokens) if num_committed is None else num_committed
         return self.sequence.resume(start, tokens, num_committed=committed, min_fed=min_fed, match=match)
 
     @property
     def contents(self) -> list[int]:
-        """The tokens that the keys and values were made of; they must be the sequence's own."""
+        """The token ids read from keys and values; they must equal the sequence's tokens."""
         if not self.sequence.length:
             return []
         first = self.pool.first_slot(self.sequence.key)
@@ -75,7 +75,7 @@ def with_tree(texts: Texts) -> None:
         ([20, 30, 40, 99], [20, 30, 40]),
         ([21, 30, 99], [21, 30]),
         ([21, 30, 40], [21, 30]),
-        ([20, 30, 40], [20, 30]),  # one token at least is fed
+        ([20, 30, 40], [20, 30]),  # at least one token is fed
     ],
 )
 def test_accepted_path_is_kept(texts: Texts, tokens: list[int], kept: list[int]) -> None:
@@ -106,7 +106,7 @@ def test_rows_are_fed_even_if_cached(texts: Texts) -> None:
     assert texts.contents == [10, 11]
 
 
-def test_start_before_the_base_truncates(texts: Texts) -> None:
+def test_start_before_the_tree_truncates(texts: Texts) -> None:
     with_tree(texts)
     assert texts.resume(1, [11, 12, 20]) == [11, 12, 20]
     assert texts.contents == [10]
@@ -126,8 +126,8 @@ def test_start_within_a_chain_truncates(texts: Texts) -> None:
     assert (texts.contents, texts.sequence.parents) == ([10, 20], (0,))
 
 
-def test_speculation_keeps_the_base(texts: Texts) -> None:
-    """A worker that drafts ahead builds on its own draft; the round's verdict still finds all of it."""
+def test_drafting_ahead_keeps_the_pending_tree(texts: Texts) -> None:
+    """A worker that drafts ahead extends its draft; the next round can still accept all of it."""
     texts.append([10, 20, 30], num_committed=1)
     assert texts.resume(3, [40], num_committed=1) == [40]
     texts.append([40, 50, 60])
@@ -139,11 +139,11 @@ def test_missing_prefix_is_reported(texts: Texts) -> None:
     texts.append([10, 11, 20], num_committed=2)
     with pytest.raises(CacheMiss) as missed:
         texts.resume(4, [12])
-    assert missed.value.cached_len == 2, "20 is only a draft"
+    assert missed.value.cached_len == 2, "20 is a draft token"
     assert texts.contents == [10, 11, 20]
 
 
-def test_branches_are_not_a_prefix(texts: Texts) -> None:
+def test_branches_do_not_count_as_prefix(texts: Texts) -> None:
     with_tree(texts)
     assert texts.sequence.num_linear == 4
     with pytest.raises(CacheMiss) as missed:
@@ -152,21 +152,21 @@ def test_branches_are_not_a_prefix(texts: Texts) -> None:
 
 
 class TestRepeatedMessage:
-    """A message that comes twice feeds the same tokens onto the same cache both times."""
+    """A repeated message feeds the same tokens onto the same cached prefix."""
 
-    def test_truncates_to_what_it_kept(self, texts: Texts) -> None:
+    def test_keeps_the_same_prefix(self, texts: Texts) -> None:
         with_tree(texts)
         for _ in range(3):
             assert texts.resume(3, [20, 31, 50], min_fed=1) == [50]
             assert texts.contents == [10, 11, 12, 20, 31]
             texts.append([50, 60, 61], (0, 0))
 
-    def test_first_message_feeds_everything_again(self, texts: Texts) -> None:
+    def test_first_message_is_fed_again_in_full(self, texts: Texts) -> None:
         for _ in range(2):
             assert texts.resume(0, [10, 11, 12]) == [10, 11, 12]
             texts.append([10, 11, 12, 20, 30])
 
-    def test_follows_a_failed_round(self, texts: Texts) -> None:
+    def test_same_tokens_after_a_failed_round(self, texts: Texts) -> None:
         with_tree(texts)
         for _ in range(2):
             assert texts.resume(3, [20, 99]) == [99]
@@ -190,7 +190,7 @@ def test_truncation_drops_tokens_and_tree(texts: Texts) -> None:
     assert (texts.sequence.tokens, texts.sequence.num_committed) == (array("I"), 0)
 
 
-def test_eviction_forgets_tokens_and_tree(texts: Texts) -> None:
+def test_eviction_drops_tokens_and_tree(texts: Texts) -> None:
     with_tree(texts)
     texts.cache.open("b").reserve(texts.cache.num_tokens)
     assert (texts.sequence.length, texts.sequence.parents) == (0, ())
@@ -198,7 +198,7 @@ def test_eviction_forgets_tokens_and_tree(texts: Texts) -> None:
         texts.resume(3, [20])
 
 
-def test_nothing_follows_branches(texts: Texts) -> None:
+def test_appending_after_branches_is_refused(texts: Texts) -> None:
     with_tree(texts)
     with pytest.raises(EngineError, match="branches"):
         texts.append([1])
@@ -207,7 +207,7 @@ def test_nothing_follows_branches(texts: Texts) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "parents"), [([1], (0,)), ([1], (0, 0)), ([5, 1, 2], (0, 0))])
-def test_trees_hang_from_committed_text(texts: Texts, tokens: list[int], parents: tuple[int, ...]) -> None:
+def test_trees_need_a_committed_root(texts: Texts, tokens: list[int], parents: tuple[int, ...]) -> None:
     texts.sequence.mark_committed(2)
     with pytest.raises(EngineError, match="hangs from"):
         texts.sequence.check_append(tokens, parents)

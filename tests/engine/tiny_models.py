@@ -1,4 +1,4 @@
-"""Tiny models for the engine's tests: served by the engine, and run by transformers itself for comparison."""
+"""Tiny models for the engine's tests: served by the engine, and run by transformers as the reference."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from specdec.engine import LanguageModel, load_language_model
 from tests.support import architectures
 
 KV_CACHE_BYTES = 1 << 20
-TOLERANCE = 1e-4  # of the values' spread; float32 forwards in another order of summation differ by 1e-6 to 2e-5
+TOLERANCE = 1e-4  # times the standard deviation; float32 sums in another order differ by 1e-6 to 2e-5
 FUSED = ["llama", "mistral", "qwen2", "qwen3"]
 
 
@@ -20,8 +20,8 @@ def load(folder: Path, **options: Any) -> LanguageModel:
     return load_language_model(str(folder), **{**defaults, **options})
 
 
-class OwnModel:
-    """A model as transformers runs it: one text at a time, no cache, every token in its place."""
+class ReferenceModel:
+    """A model run by transformers: one text at a time, eager attention, no cache."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
@@ -37,16 +37,16 @@ class OwnModel:
         return self.outputs(text)[0]
 
 
-def assert_close(ours: torch.Tensor, own: torch.Tensor) -> None:
-    """Fail where values differ by more than rounding."""
-    assert ours.shape == own.shape
-    spread = float(own.std())
-    assert spread > 0.3, "the tiny model is too flat to show a mistake"
-    assert (ours - own).abs().max() <= TOLERANCE * max(1.0, spread)
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Assert that the values differ by no more than rounding."""
+    assert actual.shape == expected.shape
+    spread = float(expected.std())
+    assert spread > 0.3, "the tiny model's logits are too flat to show an error"
+    assert (actual - expected).abs().max() <= TOLERANCE * max(1.0, spread)
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
-    """Return the same tokens for the same seed."""
+    """Return random token ids, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     tokens: list[int] = torch.randint(architectures.VOCAB_SIZE, (count,), generator=generator).tolist()
     return tokens

@@ -53,7 +53,7 @@ def nudged(prob: float, direction: float) -> float:
 
 @st.composite
 def near(draw: st.DrawFn, distribution: list[float]) -> SparseDistribution:
-    """Draw a distribution that equals the target's up to rounding: residuals of almost nothing."""
+    """Draw a distribution that equals the target's up to rounding: tiny residuals."""
     probs = {token: prob for token, prob in enumerate(distribution) if prob}
     moved = [nudged(prob, draw(st.sampled_from([0.0, 1.0, -1.0]))) for prob in probs.values()]
     kept = {token: prob for token, prob in zip(probs, moved, strict=True) if prob > 0}
@@ -62,7 +62,7 @@ def near(draw: st.DrawFn, distribution: list[float]) -> SparseDistribution:
 
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[int, ...]:
-    """Draw the parents of a tree of up to six tokens, chains more often than chance would have it."""
+    """Draw the parents of a tree of up to six tokens, chains with a higher probability."""
     size = draw(st.integers(0, 6))
     if draw(st.booleans()):
         return ()
@@ -167,10 +167,10 @@ def test_a_recovered_token_has_a_residual(played: Played) -> None:
     last = positions_of(verdict.path)[-1]
     assume(verdict.next_origin is TokenOrigin.RECOVERED)
     draft, target = proposal.distributions[last], scores.positions[last]
-    owed = [p - q for p, q in zip(target.support_probs, draft.probs, strict=True)]
-    assume(max(*owed, target.tail_mass) > 0)
+    residual = [p - q for p, q in zip(target.support_probs, draft.probs, strict=True)]
+    assume(max(*residual, target.tail_mass) > 0)
     if verdict.next_token in draft.token_ids:
-        assert owed[draft.token_ids.index(verdict.next_token)] > 0
+        assert residual[draft.token_ids.index(verdict.next_token)] > 0
     else:
         assert target.tail_mass > 0
 
@@ -198,7 +198,7 @@ def test_greedy_accepts_exactly_what_is_equal(
 @properties
 @given(order=st.permutations(range(4)), wanted=st.integers(0, 5), data=st.data())
 def test_greedy_finds_the_sibling(rule: AcceptanceRule, order: list[int], wanted: int, data: st.DataObject) -> None:
-    """A certain target accepts the sibling that it wants, wherever it stands, or closes with its own token."""
+    """A one-hot target accepts the sibling with its token, at any index, or closes with its token."""
     proposal = Proposal(tuple(order), tuple(map(one_hot, order)), (0, 0, 0, 0))
     root = TargetDistribution([float(token == wanted) for token in order], float(wanted not in order), wanted)
     scores = Scores((root, *(TargetDistribution((), 1.0, 10 + token) for token in order)))
@@ -216,7 +216,7 @@ def test_greedy_finds_the_sibling(rule: AcceptanceRule, order: list[int], wanted
 def test_remainders_stay_distributions(
     distribution: list[float], drafts: list[SparseDistribution], data: st.DataObject
 ) -> None:
-    """After any number of rejections: no negative weight, a positive total, nothing where the target has nothing."""
+    """After any number of rejections: no negative weight, a positive total, 0 where the target has 0."""
     token_ids = tuple(dict.fromkeys(token for draft in drafts for token in draft.token_ids))
     remainder = Remainder.at(token_ids, data.draw(target_answers(distribution, token_ids)))
     for draft in drafts:

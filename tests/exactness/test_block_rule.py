@@ -23,7 +23,7 @@ from tests.support.enumeration import (
     History,
     Note,
     Pair,
-    Play,
+    RoundOutcome,
     expected_accepted,
     prob_of,
     target_text_distribution,
@@ -114,7 +114,7 @@ class Configuration(NamedTuple):
 
 
 SUPPORT_SIZES = {1: (3, 2, 1), 2: (3, 2, 1), 3: (3, 2, 1), 4: (2, 1)}  # by K
-LOOKS_BACK = ("after token 0", "after any token but 0")  # with K = 1 there is nothing to look back at
+LOOKS_BACK = ("after token 0", "after any token but 0")  # with K = 1 there are no earlier tokens
 
 
 def configurations(num_draft_tokens: int, distributions: str) -> list[Configuration]:
@@ -128,12 +128,12 @@ def configurations(num_draft_tokens: int, distributions: str) -> list[Configurat
 
 def assert_exact_and_never_worse(drafter: StoppingDrafter, num_draft_tokens: int, history: History = (0,)) -> None:
     """Assert that a round has the target's distribution, and the accepted lengths that the formulas give."""
-    plays = list(drafter.plays(history, num_draft_tokens))
-    distribution = drafter.continued_distribution(history, plays, num_draft_tokens + 1)
+    outcomes = list(drafter.outcomes(history, num_draft_tokens))
+    distribution = drafter.continued_distribution(history, outcomes, num_draft_tokens + 1)
     assert distribution == target_text_distribution(drafter.pair, history, num_draft_tokens + 1)
-    accepted = expected_accepted(plays)
+    accepted = expected_accepted(outcomes)
     assert accepted == drafter.ratio_products(history, num_draft_tokens, block_weight)
-    by_token = expected_accepted(replace(drafter, rule=TokenRule()).plays(history, num_draft_tokens))
+    by_token = expected_accepted(replace(drafter, rule=TokenRule()).outcomes(history, num_draft_tokens))
     assert by_token == drafter.ratio_products(history, num_draft_tokens, token_weight)
     assert accepted >= by_token
 
@@ -141,7 +141,7 @@ def assert_exact_and_never_worse(drafter: StoppingDrafter, num_draft_tokens: int
 @pytest.mark.parametrize("distributions", DISTRIBUTIONS)
 @pytest.mark.parametrize("num_draft_tokens", SUPPORT_SIZES)
 def test_one_round_of_a_block(num_draft_tokens: int, distributions: str) -> None:
-    """Exact, and never fewer accepted tokens than the token rule, whatever makes the drafter stop."""
+    """Exact, and never fewer accepted tokens than the token rule, for every stopping rule of the drafter."""
     for each in configurations(num_draft_tokens, distributions):
         assert_exact_and_never_worse(each.drafter(BlockRule()), num_draft_tokens)
 
@@ -157,7 +157,7 @@ def test_the_block_rule_accepts_more() -> None:
     """Not only never fewer: the gain in tokens a round on one pair."""
     block = StoppingDrafter(sparse_markov_pair(3), BlockRule())
     token = replace(block, rule=TokenRule())
-    gain = (1 + expected_accepted(block.plays((0,), 3))) / (1 + expected_accepted(token.plays((0,), 3)))
+    gain = (1 + expected_accepted(block.outcomes((0,), 3))) / (1 + expected_accepted(token.outcomes((0,), 3)))
     print(f"tokens a round at K = 3: {float(gain):.4f} times the token rule's")
     assert gain > Fraction(102, 100)
 
@@ -165,9 +165,9 @@ def test_the_block_rule_accepts_more() -> None:
 # ---- several rounds
 
 
-def last_accepted(play: Play) -> Note:
+def last_accepted(outcome: RoundOutcome) -> Note:
     """Note how many tokens were accepted, and which were drafted, rejected ones too."""
-    return play.verdict.num_accepted, play.proposal.tokens
+    return outcome.verdict.num_accepted, outcome.proposal.tokens
 
 
 def length_from_note(history: History, note: Note) -> int:
@@ -182,7 +182,7 @@ def length_from_note(history: History, note: Note) -> int:
 @pytest.mark.parametrize("size", [3, 2, 1])
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
 def test_texts_of_several_rounds_of_blocks(num_draft_tokens: int, size: int) -> None:
-    """Rounds that start anew wherever the last one ended: the joint distribution of four tokens of a Markov chain."""
+    """Rounds that continue from any end of the last one: the joint distribution of four tokens of a Markov chain."""
     enumeration = Enumeration(sparse_markov_pair(size), BlockRule())
     distribution = enumeration.text_distribution((0,), 4, lambda history, note: num_draft_tokens)
     assert distribution == target_text_distribution(enumeration.pair, (0,), 4)
@@ -200,5 +200,5 @@ def test_draft_length_may_follow_rejected_tokens(size: int, rule: AcceptanceRule
 @settings(max_examples=30 * SWEEP, deadline=None, derandomize=True, database=None)
 @given(markov_pairs(), st.integers(1, 3), st.sampled_from(sorted(STOPS)))
 def test_any_rational_distributions_in_blocks(pair: Pair, num_draft_tokens: int, stop: str) -> None:
-    """Whatever the distributions are."""
+    """For random rational distributions."""
     assert_exact_and_never_worse(StoppingDrafter(pair, BlockRule(), STOPS[stop]), num_draft_tokens)

@@ -1,4 +1,4 @@
-"""The committed demo pair, through real servers: many sessions at once, each as it is alone."""
+"""The committed demo pair, through real servers: many sessions at once, each with the text that it has alone."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ def sampling(number: int) -> SamplingParams:
 
 
 async def test_64_sessions_each_as_alone(served: Cluster) -> None:
-    """Alone the draft worker has time to draft ahead, in company it has not: the proposals are the same too."""
+    """A single session is drafted ahead, 64 sessions are not: the proposals are the same too."""
     async with AsyncClient(served.address) as client:
 
         async def run(number: int, prompt: str) -> Completion:

@@ -88,7 +88,7 @@ MARKOV_DRAFTS = [dense(1, 2, 3), dense(1, 2, 2), dense(4, 1, 0)]
 @pytest.mark.parametrize("size", [None, 2, 1])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3])
 def test_texts_of_several_rounds(num_draft_tokens: int, size: int | None) -> None:
-    """Rounds cut anywhere: the joint distribution of four tokens of a Markov chain."""
+    """Rounds of any length: the joint distribution of four tokens of a Markov chain."""
     pair = markov_pair(MARKOV_TARGETS, [truncated(draft, size) for draft in MARKOV_DRAFTS])
     assert_exact(pair, 4, lambda _: num_draft_tokens)
 
@@ -112,7 +112,7 @@ def pairs(draw_from: st.DrawFn) -> Pair:
 @settings(max_examples=60 * SWEEP, deadline=None, derandomize=True, database=None)
 @given(pairs(), st.integers(0, 2))
 def test_any_rational_distributions(pair: Pair, num_draft_tokens: int) -> None:
-    """Whatever the distributions are."""
+    """For random rational distributions."""
     assert_exact(pair, 3, lambda _: num_draft_tokens)
 
 
@@ -130,16 +130,16 @@ def test_target_remains_where_rounding_left_no_residual() -> None:
 # ---- the enumeration itself
 
 
-def test_the_probabilities_of_plays_sum_to_one() -> None:
+def test_probabilities_of_outcomes_sum_to_one() -> None:
     """Of the production rules on every pair above."""
     for rule in (TokenRule(), BlockRule()):
-        assert sum(play.probability for play in Enumeration(SPARSE, rule).plays((0,), 2)) == 1
+        assert sum(outcome.probability for outcome in Enumeration(SPARSE, rule).outcomes((0,), 2)) == 1
 
 
 def test_only_uniforms_that_are_read_are_branched_on() -> None:
-    """After the first rejection nothing is tested: far fewer plays than combinations of uniforms."""
+    """After the first rejection nothing is tested: far fewer outcomes than combinations of uniforms."""
     proposals = 4**3
-    assert len(list(Enumeration(WHOLE).plays((0,), 3))) < 4 * proposals
+    assert len(list(Enumeration(WHOLE).outcomes((0,), 3))) < 4 * proposals
 
 
 @dataclass(frozen=True)
@@ -154,16 +154,16 @@ class WrongThresholds(TokenRule):
         return Thresholds([value * float(self.factor) for value in map(float, right.accept)], right.close)
 
 
-def test_wrong_thresholds_are_noticed() -> None:
+def test_wrong_thresholds_are_detected() -> None:
     """Decisions must be constant between the thresholds, at the ends too."""
     with pytest.raises(AssertionError, match="between the thresholds"):
-        list(Enumeration(WHOLE, WrongThresholds()).plays((0,), 1))
+        list(Enumeration(WHOLE, WrongThresholds()).outcomes((0,), 1))
 
 
-def test_inclusive_acceptance_is_noticed() -> None:
-    """A test u q <= p differs at a single uniform only: the beginning of a stretch."""
+def test_inclusive_acceptance_is_detected() -> None:
+    """A test u q <= p differs at a single uniform only: the beginning of an interval."""
     with pytest.raises(AssertionError, match="between the thresholds"):
-        list(AcceptsInclusively(WHOLE).plays((0,), 1))
+        list(AcceptsInclusively(WHOLE).outcomes((0,), 1))
 
 
 def test_total_variation_is_half_the_differences() -> None:

@@ -1,7 +1,7 @@
 """Through the real loop, the text has the target's distribution, and drafts are accepted as often as expected.
 
 A joint chi-square over the first four tokens sees a total variation of 0.02 to 0.03 at 20,000 generations; smaller
-mistakes are the enumerations' to find.
+bugs are for the enumerations to find.
 """
 
 import asyncio
@@ -36,21 +36,21 @@ from tests.support.toys import (
     PROMPT,
     SCORE_S,
     VOCAB_SIZE,
+    DrawRecorder,
     FlakyDrafter,
-    Ledger,
+    GenerationResult,
     LosingDrafter,
     ObservedScorer,
     ObservingDrafter,
-    Play,
     RepeatingDrafter,
     StemDrafter,
     ToyDrafter,
     ToyModel,
     ToyScorer,
     TreeDrafter,
+    generate_text,
     markov_logits,
     num_redrawn,
-    play,
     random_distributions,
 )
 
@@ -114,16 +114,16 @@ CASES = {
 
 
 @cache
-def plays(name: str) -> list[Play]:
+def results(name: str) -> list[GenerationResult]:
     """Return the generations of a case; seeds are 0, 1, 2, ..."""
     case = CASES[name]
     draft, target = case.models()
     costs = Costs()
 
-    async def generate() -> list[Play]:
+    async def generate() -> list[GenerationResult]:
         costs.observe(1, DRAFT_S, SCORE_S)
         return [
-            await play(
+            await generate_text(
                 case.drafter(draft, seed),
                 case.scorer(target, seed),
                 DraftLength(costs, MAX_DRAFT_TOKENS, case.num_draft_tokens),
@@ -137,9 +137,9 @@ def plays(name: str) -> list[Play]:
 
 
 def judged(name: str) -> Agreement:
-    """Return how the generated texts agree with the target's distribution, which the toys have no part in."""
+    """Return how the generated texts agree with the target's distribution, computed independently of the toys."""
     case = CASES[name]
-    texts = [play.tokens[:NUM_TOKENS] for play in plays(name)]
+    texts = [result.tokens[:NUM_TOKENS] for result in results(name)]
     logits = markov_logits(SEED_OF_TARGET).numpy()
 
     def distribution_after(text: History) -> Floats:
@@ -217,10 +217,10 @@ def test_acceptance_is_the_mean_weight(name: str) -> None:
 def assert_accepted(name: str, chances: list[float]) -> None:
     """Assert that first rounds accept more than i tokens with probability `chances[i]`."""
     for position, chance in enumerate(chances):
-        num_accepted = sum(play.num_accepted > position for play in plays(name))
-        deviations = standard_deviations(num_accepted, len(plays(name)), chance)
-        print(f"{name}: more than {position}: {num_accepted} of {len(plays(name))}, expected {chance:.4f}")
-        assert deviations < MAX_DEVIATIONS, f"position {position}: {num_accepted} of {len(plays(name))}, not {chance}"
+        num_accepted = sum(result.num_accepted > position for result in results(name))
+        deviations = standard_deviations(num_accepted, len(results(name)), chance)
+        print(f"{name}: more than {position}: {num_accepted} of {len(results(name))}, expected {chance:.4f}")
+        assert deviations < MAX_DEVIATIONS, f"position {position}: {num_accepted} of {len(results(name))}, not {chance}"
 
 
 def test_the_block_rule_accepts_more() -> None:
@@ -273,10 +273,10 @@ def test_trees_accept_more_than_one_draft() -> None:
 
 
 def test_automatic_draft_length_tries_several() -> None:
-    """The case above is worth its name."""
+    """The automatic K of the case above varies."""
     for name in ("automatic K", "block, automatic K", "trees, automatic K"):
-        assert len({play.num_drafted for play in plays(name)}) > 1
-    assert {play.num_drafted for play in plays("lost drafter")} >= {0, 1, 3}
+        assert len({result.num_drafted for result in results(name)}) > 1
+    assert {result.num_drafted for result in results("lost drafter")} >= {0, 1, 3}
 
 
 # ---- observations
@@ -288,9 +288,9 @@ async def acceptance_rate(drafter: Callable[[ToyModel, int], ToyDrafter]) -> flo
     draft, target = case.models()
     for seed in range(60):
         length = DraftLength(Costs(), 2, 2)
-        played = await play(drafter(draft, seed), ObservedScorer(target, seed), length, 40)
-        totals["accepted"] += played.total_accepted
-        totals["drafted"] += played.total_drafted
+        generated = await generate_text(drafter(draft, seed), ObservedScorer(target, seed), length, 40)
+        totals["accepted"] += generated.total_accepted
+        totals["drafted"] += generated.total_drafted
     return totals["accepted"] / totals["drafted"]
 
 
@@ -306,35 +306,37 @@ async def test_lost_observations_only_cost_acceptance() -> None:
 
 
 @pytest.fixture
-def ledger(monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    """Note every draw of the production code and the toys."""
-    return Ledger().installed(monkeypatch)
+def recorder(monkeypatch: pytest.MonkeyPatch) -> DrawRecorder:
+    """Record every draw of the production code and the toys."""
+    return DrawRecorder().installed(monkeypatch)
 
 
-async def one_play(case: Case, seed: int, num_tokens: int = 24) -> Play:
+async def generate_one(case: Case, seed: int, num_tokens: int = 24) -> GenerationResult:
     """Generate once."""
     draft, target = case.models()
     draft_length = DraftLength(Costs(), MAX_DRAFT_TOKENS, case.num_draft_tokens)
-    return await play(case.drafter(draft, seed), case.scorer(target, seed), draft_length, num_tokens, case.rule)
+    return await generate_text(
+        case.drafter(draft, seed), case.scorer(target, seed), draft_length, num_tokens, case.rule
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_no_key_is_consumed_twice(name: str, ledger: Ledger) -> None:
+async def test_no_key_is_consumed_twice(name: str, recorder: DrawRecorder) -> None:
     """Over all rounds of a session, whatever K was; and the generation repeated draws the very same keys."""
     case = CASES[name]
     for seed in range(5):
-        first = await one_play(case, seed)
-        entries, ledger.entries = ledger.entries, []
+        first = await generate_one(case, seed)
+        entries, recorder.entries = recorder.entries, []
         assert len(set(entries)) == len(entries)
         assert {entry_seed for entry_seed, _ in entries} == {seed}
-        assert await one_play(case, seed) == first
-        assert ledger.entries == entries
-        ledger.entries = []
+        assert await generate_one(case, seed) == first
+        assert recorder.entries == entries
+        recorder.entries = []
 
 
 @pytest.mark.parametrize("name", ["K = 3", "trees"])
 async def test_repeated_calls_decide_the_same(name: str) -> None:
-    """A proposal or a score asked for again is the one that was lost."""
+    """A repeated call returns the lost proposal or score."""
     case = CASES[name]
     draft, target = case.models()
     drafter, scorer = case.drafter(draft, 5), case.scorer(target, 5)
@@ -360,7 +362,7 @@ def test_the_shipped_distribution_is_the_drawn_one() -> None:
         assert (tuple(decoded.token_ids), tuple(decoded.probs)) == (tuple(one.token_ids), tuple(one.probs))
 
 
-def test_distributions_of_every_peakedness_are_tried() -> None:
+def test_distributions_of_every_entropy_are_tested() -> None:
     """The test above sees single tokens and full supports."""
     sizes = {len(each.token_ids) for each in random_distributions(300)}
     assert {1, 64} <= sizes

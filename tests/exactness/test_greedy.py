@@ -59,7 +59,7 @@ async def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
 
 
 def noisy_copy(folder: Path, copy: Path) -> Path:
-    """Save a model that often, but not always, says what the model in `folder` says."""
+    """Save a model that often, but not always, agrees with the model in `folder`."""
     # transformers does not annotate the class that it loads
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)

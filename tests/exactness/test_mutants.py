@@ -1,4 +1,4 @@
-"""Each planted mistake is rejected by the check that is there for it; the production code passes that same check."""
+"""Each planted bug is rejected by its check; the production code passes the same check."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -24,14 +24,14 @@ from tests.support.enumeration import Enumeration, target_text_distribution, tot
 from tests.support.toys import (
     NUM_TOKENS,
     PROMPT,
-    Ledger,
+    DrawRecorder,
     ToyDrafter,
     ToyModel,
     ToyScorer,
     TreeDrafter,
+    generate_text,
     markov_logits,
     num_redrawn,
-    play,
     random_distributions,
 )
 
@@ -69,7 +69,7 @@ def enumerated_mutants(*modules: ModuleType) -> list[type[Mutant]]:
     "mutant", enumerated_mutants(mutants, block_mutants, tree_mutants), ids=lambda mutant: mutant.__name__
 )
 def test_enumeration_rejects(mutant: type[Mutant]) -> None:
-    """It is off by what it says it is, and the production rule on the same distributions by nothing."""
+    """Its total variation is the documented one; that of the production rule on the same distributions is 0."""
     planted = mutant()
     assert distance(planted.production(), planted.num_draft_tokens) == 0
     found = distance(planted, planted.num_draft_tokens)
@@ -84,7 +84,7 @@ def test_enumeration_passes_what_only_looks_wrong(control: type[Mutant]) -> None
     assert distance(control(), control().num_draft_tokens) == 0
 
 
-# ---- the edge that has no measure
+# ---- the uniform 0
 
 CERTAIN_NOT = Scores((TargetDistribution((0.0, 1.0), 0.0, 0), TargetDistribution((), 1.0, 5)))
 
@@ -105,7 +105,7 @@ def test_the_uniform_zero_rejects_inclusive_acceptance() -> None:
 
 
 def test_redrawing_rejects_rounding_after_the_draw() -> None:
-    """No statistic of texts sees it; drawing again from the decoded distribution does."""
+    """No statistic of texts detects it; drawing again from the decoded distribution does."""
     drawn = random_distributions(100)
     assert num_redrawn(drawn, drawn) == 0
     for dtype in (torch.bfloat16, torch.float16):
@@ -122,7 +122,7 @@ REJECT_BELOW = 1e-6
 
 @dataclass(frozen=True)
 class Loop:
-    """The real loop with parts to plant mistakes in."""
+    """The real loop with replaceable parts."""
 
     drafter: type[ToyDrafter] = ToyDrafter
     scorer: type[ToyScorer] = ToyScorer
@@ -142,7 +142,7 @@ class Loop:
     async def text(self, draft: ToyModel, target: ToyModel, seed: int) -> History:
         """Generate once."""
         drafter, scorer = self.drafter(draft, seed), self.scorer(target, seed)
-        return (await play(drafter, scorer, self.draft_length(drafter), self.num_tokens, self.rule)).tokens
+        return (await generate_text(drafter, scorer, self.draft_length(drafter), self.num_tokens, self.rule)).tokens
 
     def draft_length(self, drafter: ToyDrafter) -> DraftLength:
         """Choose a fixed K; a drafter that remembers chooses its own."""
@@ -189,23 +189,23 @@ SOUND = {
 
 @pytest.mark.parametrize("name", SOUND)
 def test_chi_square_passes_the_real_loop(name: str) -> None:
-    """The controls' control."""
+    """The production loop passes the test that must reject the bugs."""
     assert SOUND[name].judged().p_value > REJECT_BELOW
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_chi_square_rejects(name: str) -> None:
-    """A drafter, a scorer or a rule with a mistake, in the real loop."""
+    """A drafter, a scorer or a rule with a bug, in the real loop."""
     result = LOOPS[name].judged()
     print(f"{name}: {result}")
     assert result.p_value < REJECT_BELOW
 
 
 def test_chi_square_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K chosen from rejected tokens is exact with keys by round, and biased where keys by position come again."""
+    """K chosen from rejected tokens is exact with keys by round, and biased where keys by position are reused."""
     loop = Loop(loop_mutants.RememberingDrafter, num_tokens=5, num_judged=2, num_generations=4_000)
     assert loop.judged().p_value > REJECT_BELOW
-    Ledger(key_of=loop_mutants.by_position).installed(monkeypatch)
+    DrawRecorder(key_of=loop_mutants.by_position).installed(monkeypatch)
     result = loop.judged()
     print(f"keys by position: {result}")
     assert result.p_value < REJECT_BELOW
@@ -214,10 +214,10 @@ def test_chi_square_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) ->
 # ---- keys
 
 
-def num_repeated(ledger: Ledger, loop: Loop) -> int:
+def num_repeated(recorder: DrawRecorder, loop: Loop) -> int:
     """Return how many draws of whole generations used a key that was used before."""
     asyncio.run(loop.texts())
-    return len(ledger.entries) - len(set(ledger.entries))
+    return len(recorder.entries) - len(set(recorder.entries))
 
 
 def long_loop(drafter: type[ToyDrafter] = ToyDrafter, scorer: type[ToyScorer] = ToyScorer) -> Loop:
@@ -226,9 +226,9 @@ def long_loop(drafter: type[ToyDrafter] = ToyDrafter, scorer: type[ToyScorer] = 
 
 
 @pytest.mark.parametrize("drafter", [ToyDrafter, TreeDrafter])
-def test_the_ledger_passes_the_real_loop(drafter: type[ToyDrafter], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key comes twice."""
-    assert num_repeated(Ledger().installed(monkeypatch), long_loop(drafter)) == 0
+def test_no_key_is_reused_in_the_real_loop(drafter: type[ToyDrafter], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key is used twice."""
+    assert num_repeated(DrawRecorder().installed(monkeypatch), long_loop(drafter)) == 0
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_the_ledger_passes_the_real_loop(drafter: type[ToyDrafter], monkeypatch:
     ],
     ids=["draft and accept", "close and tail", "siblings"],
 )
-def test_the_ledger_rejects_draws_that_share_keys(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two purposes, or two siblings, under one key; of the second, no statistic could tell."""
-    assert num_repeated(Ledger().installed(monkeypatch), loop) > 0
+def test_draws_that_share_keys_are_detected(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two purposes, or two siblings, under one key; no statistic could detect the second."""
+    assert num_repeated(DrawRecorder().installed(monkeypatch), loop) > 0
 
 
-def test_the_ledger_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rejected draft was drawn with is drawn with again."""
-    assert num_repeated(Ledger(key_of=loop_mutants.by_position).installed(monkeypatch), long_loop()) > 0
+def test_keys_by_position_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of rejected draft tokens are used again."""
+    assert num_repeated(DrawRecorder(key_of=loop_mutants.by_position).installed(monkeypatch), long_loop()) > 0

@@ -1,4 +1,4 @@
-"""A draw is a pure function of seed and key: known answers, range, uniformity, and no two keys alike."""
+"""A draw is a pure function of seed and key: known answers, range, uniformity, and no collisions."""
 
 import threading
 from itertools import product
@@ -43,14 +43,14 @@ def test_the_reference_knows_the_published_answers(counter: list[int], key: list
 @pytest.mark.parametrize("seed", [0, 1, 123456789, MAX_SEED])
 @pytest.mark.parametrize("purpose", Purpose)
 def test_draws_are_philox(seed: int, purpose: Purpose) -> None:
-    """The top 53 bits of the first word of the block behind (position, length), keyed by (seed, purpose)."""
+    """The top 53 bits of the first word of the block after counter (position, length), keyed by (seed, purpose)."""
     for length, position in product([0, 1, 4096, 2**40], [0, 1, 31]):
         word = philox([position + 1, length, 0, 0], [seed, int(purpose)])[0]  # numpy steps the counter, then draws
         assert uniform(seed, Key(length, position, purpose)) == (word >> 11) / 2**53
 
 
 def test_draws_are_pinned() -> None:
-    """A session that lives through an upgrade goes on as it began: these values never change."""
+    """These values never change, so that sessions continue identically after an upgrade."""
     draws = [uniform(7, Key(10, 2, purpose)) for purpose in Purpose]
     assert draws == [0.5624235523251044, 0.6535047499930724, 0.3619856416526711, 0.17431899247145788]
 
@@ -71,7 +71,7 @@ def test_draws_are_53_bits_below_one() -> None:
 
 
 def test_no_two_keys_share_a_draw() -> None:
-    """Over seeds, lengths, positions and purposes: 43,200 draws, all different (a chance meeting: 1e-7)."""
+    """Over seeds, lengths, positions and purposes: 43,200 draws, all different (probability of a collision: 1e-7)."""
     seeds = [*range(5), MAX_SEED - 1, MAX_SEED, 2**32, 2**63]
     lengths = [*range(20), 2**16, 2**32, 2**33, 2**62]
     grid = list(product(seeds, lengths, range(50), Purpose))
@@ -103,8 +103,8 @@ def neighbours(along: str, index: int) -> tuple[float, float]:
     return one, uniform(seed + step["seed"], key)
 
 
-def test_draws_do_not_depend_on_who_draws() -> None:
-    """Nothing is passed along: other draws before, or from other threads, change nothing."""
+def test_draws_do_not_depend_on_earlier_draws() -> None:
+    """Earlier draws, also from other threads, change nothing."""
     key, found = Key(9, 1, Purpose.CLOSE), list[float]()
     expected = uniform(11, key)
     threads = [threading.Thread(target=lambda: found.extend(uniform(11, key) for _ in range(200))) for _ in range(4)]

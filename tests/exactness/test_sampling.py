@@ -1,4 +1,4 @@
-"""Logits to rows: equal to transformers' own processors where it has one, to the definition where it has none."""
+"""Logits to distributions: equal to transformers' processors where they exist, else to the definition."""
 
 import math
 from collections import Counter
@@ -125,7 +125,7 @@ def test_logit_bias_comes_before_penalties() -> None:
     torch.testing.assert_close(rows_of(LOGITS, sampling), expected)
 
 
-def test_the_callers_logits_stay_as_they_are() -> None:
+def test_the_callers_logits_are_not_modified() -> None:
     logits = LOGITS.clone()
     rows_of(logits, SamplingParams(temperature=0.5, top_k=3, logit_bias={1: 1.0}, presence_penalty=1.0))
     assert torch.equal(logits, LOGITS)
@@ -192,7 +192,7 @@ def test_non_finite_logits_spoil_only_their_row(sampling: SamplingParams, bad: f
     torch.testing.assert_close(rows[good], next_token_distributions(LOGITS, contexts, VOCAB_SIZE)[good])
     drafts = draft_distributions(logits, contexts, VOCAB_SIZE, 0.99, 64)
     assert [bool(row.token_ids) for row in drafts] == [index in good for index in range(6)]
-    draw_dense(rows, [0.5] * 6)  # whatever it says of the bad rows, it does not fail
+    draw_dense(rows, [0.5] * 6)  # for bad rows any result is allowed, but no exception
 
 
 def test_greedy_drafts_are_those_of_the_dense_row() -> None:

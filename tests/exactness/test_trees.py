@@ -59,7 +59,7 @@ CONFIGURATIONS = [(shape, way) for shape in SHAPES for way in WAYS] + [(shape, "
 
 def assert_round_is_exact(enumeration: Enumeration, depth: int) -> None:
     """Assert that a round, continued by the target itself, has the target's distribution: equality of fractions."""
-    distribution = enumeration.continued_distribution((0,), enumeration.plays((0,), depth), depth + 1)
+    distribution = enumeration.continued_distribution((0,), enumeration.outcomes((0,), depth), depth + 1)
     assert distribution == target_text_distribution(enumeration.pair, (0,), depth + 1)
 
 
@@ -96,7 +96,7 @@ def test_blocks_in_trees_mostly_accept_more() -> None:
     by_way = {}
     for way in ("independent", "two drafters"):
         trees = [TreeEnumeration(sparse_markov_pair(2), rule, shape=shape, siblings=WAYS[way]) for rule in RULES]
-        by_way[way] = [expected_accepted(enumeration.plays((0,), 0)) for enumeration in trees]
+        by_way[way] = [expected_accepted(enumeration.outcomes((0,), 0)) for enumeration in trees]
     token, block = by_way["independent"]
     assert block >= token
     token, block = by_way["two drafters"]
@@ -130,7 +130,7 @@ def test_the_full_tree_of_three_levels() -> None:
 @pytest.mark.parametrize("size", [3, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_texts_of_several_rounds_of_trees(way: str, size: int) -> None:
-    """Rounds that start anew wherever the last one ended: the joint distribution of four tokens of a Markov chain."""
+    """Rounds that continue from any end of the last one: the joint distribution of four tokens of a Markov chain."""
     shape = SHAPES["two siblings, a child of the first"]
     assert_text_is_exact(TreeEnumeration(sparse_markov_pair(size), shape=shape, siblings=WAYS[way]), 4)
 
@@ -142,7 +142,7 @@ def test_candidates_are_accepted_with_their_summed_mass(count: int) -> None:
     pair = Pair(lambda _: target, lambda _: draft)
     enumeration = TreeEnumeration(pair, shape=full_shape(count, 1), siblings=WAYS["most probable"])
     candidates = draft.token_ids[:count]
-    assert expected_accepted(enumeration.plays((0,), 0)) == sum(target[token] for token in candidates)
+    assert expected_accepted(enumeration.outcomes((0,), 0)) == sum(target[token] for token in candidates)
 
 
 # ---- shapes that depend on what was drawn
@@ -189,7 +189,7 @@ class InterleavedTree(Enumeration):
 def test_trees_may_grow_where_drawn_tokens_are_probable(rule: AcceptanceRule, start: int) -> None:
     """A drafter may choose what to expand by what it drew; children are tried in the order drawn."""
     enumeration = DynamicTree(sparse_markov_pair(3 if start else 2), rule)
-    distribution = enumeration.continued_distribution((start,), enumeration.plays((start,), 0), 5)
+    distribution = enumeration.continued_distribution((start,), enumeration.outcomes((start,), 0), 5)
     assert distribution == target_text_distribution(enumeration.pair, (start,), 5)
 
 
@@ -206,6 +206,6 @@ def test_siblings_may_be_added_at_any_time(size: int, rule: AcceptanceRule) -> N
 @settings(max_examples=40 * SWEEP, deadline=None, derandomize=True, database=None)
 @given(markov_pairs(), st.sampled_from(sorted(SHAPES)), st.sampled_from(sorted(WAYS)), st.sampled_from(RULES))
 def test_any_rational_distributions_in_trees(pair: Pair, shape: str, way: str, rule: AcceptanceRule) -> None:
-    """Whatever the distributions are."""
+    """For random rational distributions."""
     enumeration = TreeEnumeration(pair, rule, shape=SHAPES[shape], siblings=WAYS[way])
     assert_round_is_exact(enumeration, depth_of(SHAPES[shape]))

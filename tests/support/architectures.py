@@ -1,7 +1,7 @@
-"""Tiny random models of many architectures, in the shape that their makers use them.
+"""Tiny random models of many architectures, with the features of their published configurations.
 
-`build(name, folder)` saves one as safetensors. Weights are drawn large, so that logits are far from flat and a wrong
-position, mask or head shows.
+`build(name, folder)` saves one as safetensors. Weights have a large variance, so that logits are far from flat and a
+wrong position, mask or head is visible.
 """
 
 from collections.abc import Callable
@@ -115,11 +115,15 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
-RECURRENT = {"mamba", "lfm2", "qwen3_next"}  # refused for what they keep, the others for what they do not call
+RECURRENT = {
+    "mamba",
+    "lfm2",
+    "qwen3_next",
+}  # the others are refused because they bypass the attention interface
 
 
 def build(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """Save the tiny model `name`, float32 and always the same, and return `folder`."""
+    """Save the tiny model `name`, in float32 with fixed weights, and return `folder`."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config({**SERVED, **REFUSED}[name](), dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -130,7 +134,7 @@ def build(name: str, folder: Path, *, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def _stir(model: torch.nn.Module) -> None:
-    """Move what is initialised to constants (norms, biases, sinks), which would hide a mistake."""
+    """Randomise what is initialised to constants (norms, biases, sinks), which would hide bugs."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.add_(torch.randn_like(parameter), alpha=0.2)

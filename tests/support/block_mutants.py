@@ -1,4 +1,4 @@
-"""Planted mistakes of the block rule, enumerated as those of mutants.py are."""
+"""Planted bugs in the block rule, enumerated like those of mutants.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +89,7 @@ def threshold(proposal: Proposal, scores: Scores, position: int, weight: float) 
 
 @dataclass(frozen=True)
 class BlockMutant(Mutant):
-    """An enumerated mistake of the block rule."""
+    """An enumerated bug in the block rule."""
 
     pair: Pair = SPARSE
     rule: AcceptanceRule = field(default_factory=BlockByParts)
@@ -101,7 +101,7 @@ class BlockMutant(Mutant):
 
 @dataclass(frozen=True)
 class BlockInParts(BlockMutant):
-    """No mistake: the parts below are the block rule."""
+    """Control, exact: the block rule in parts."""
 
 
 class CloseWithWeightOne(BlockByParts):
@@ -216,7 +216,7 @@ class ClippedOnlyAtLast(UnclippedProduct):
 
 @dataclass(frozen=True)
 class LimitsOnlyTheProduct(BlockMutant):
-    """Takes w_i = min(1, product of p / q), not min(1, w_(i-1) p / q): an early surplus pays for a later deficit."""
+    """Takes w_i = min(1, product of p / q), not min(1, w_(i-1) p / q): an early surplus offsets a later deficit."""
 
     rule: AcceptanceRule = field(default_factory=ClippedOnlyAtLast)
     total_variation: float = 0.0552
@@ -248,7 +248,7 @@ class TokenRuleForTrees(BlockRule):
 
 @dataclass(frozen=True)
 class LeavesTreesToTokenRule(BlockMutant):
-    """Chooses between the rules by whether the proposal is a chain, where that depends on the tokens drawn."""
+    """Uses the block rule for chains and the token rule for trees, where the shape depends on the drawn tokens."""
 
     rule: AcceptanceRule = field(default_factory=TokenRuleForTrees)
     num_draft_tokens: int = 3
@@ -273,7 +273,7 @@ class LeavesTreesToTokenRule(BlockMutant):
 
 @dataclass(frozen=True)
 class BranchesAfterDrawing(BlockMutant):
-    """No mistake: adds a sibling because of the token that was drawn first."""
+    """Control, exact: adds a sibling depending on the token that was drawn first."""
 
     rule: AcceptanceRule = field(default_factory=BlockRule)
     num_draft_tokens: int = 3

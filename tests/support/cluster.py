@@ -1,4 +1,4 @@
-"""All three services on loopback ports, in the test's own process: real servers, real engines, no process start-up."""
+"""All three services on loopback ports in the test's process: real servers and engines, no child processes."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -56,7 +56,7 @@ async def cluster(
 
 @asynccontextmanager
 async def serving_target(model: Path, **settings: object) -> AsyncIterator[str]:
-    """Serve one target worker in float32; give its address."""
+    """Serve one target worker in float32; yield its address."""
     worker = TargetSettings.model_validate({"model": str(model), **WORKER} | settings)
     async with serving(worker, TARGET_SERVICE, lambda server: built_target(worker, server)) as server:
         yield f"127.0.0.1:{server.port}"
@@ -66,7 +66,7 @@ async def serving_target(model: Path, **settings: object) -> AsyncIterator[str]:
 async def serving_draft(
     model: Path | None, kinds: Mapping[str, DrafterKind] | None = None, /, **settings: object
 ) -> AsyncIterator[str]:
-    """Serve one draft worker in float32; give its address."""
+    """Serve one draft worker in float32; yield its address."""
     offered = kinds or registered()
     values = {"model": str(model) if model else None, **WORKER} | settings
     worker = settings_for(offered).model_validate(values)
@@ -76,7 +76,7 @@ async def serving_draft(
 
 @asynccontextmanager
 async def serving_coordinator(**settings: object) -> AsyncIterator[str]:
-    """Serve one coordinator; give its address."""
+    """Serve one coordinator; yield its address."""
     own = CoordinatorSettings.model_validate({"port": 0, "drain_s": 0} | settings)
     async with serving(own, GENERATION_SERVICE, lambda server: built_coordinator(own, server)) as server:
         yield f"127.0.0.1:{server.port}"

@@ -1,8 +1,8 @@
-"""deploy/Dockerfile, carried out without an engine: its COPY lines for real, its RUN lines with stand-in programs.
+"""Execute deploy/Dockerfile without a container engine: real COPY lines, RUN lines with fake programs.
 
-Every stage is a folder that plays the image's root. The base holds stand-ins where python:slim and Debian keep the real
-programs; they note how they were called, and make the files that later lines need. A RUN line is given to a real shell,
-with the stage's own PATH: what is not on it is not found, as in a build.
+Every stage is a folder that serves as the image's root. The base has fakes at the paths of the real programs of
+python:slim and Debian; they record their calls and create the files that later lines need. A real shell executes the
+RUN lines with the stage's PATH: a program that is not on it is not found, as in a build.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.support.manifests import Dockerfile
 
 BASE_PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 REAL = {"/usr/bin/grep": "grep", "/usr/bin/cat": "cat"}
-STAND_IN = """#!{python} -IS
+FAKE = """#!{python} -IS
 import json, os, sys
 from pathlib import Path
 name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -41,11 +41,11 @@ if name == "pip" and words[0] == "wheel":
     wheel.parent.mkdir(parents=True, exist_ok=True)
     wheel.touch()
 """
-STAND_INS = ("/usr/local/bin/python3", "/usr/sbin/useradd")
+FAKES = ("/usr/local/bin/python3", "/usr/sbin/useradd")
 
 
 class BuildFailed(Exception):
-    """An instruction that a build could not carry out."""
+    """An instruction that a build could not execute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class DryBuild:
 
     @property
     def calls(self) -> list[Call]:
-        """Return what was run so far."""
+        """Return the programs that ran so far."""
         lines = map(json.loads, self._calls.read_text().splitlines())
         return [Call(stage, program, tuple(words)) for stage, program, *words in lines]
 
     def build(self, stage: str) -> Path:
-        """Return the folder that plays a stage's root. Raises BuildFailed."""
+        """Return the folder that serves as a stage's root. Raises BuildFailed."""
         root = self._folder / stage
         if stage not in self._variables:
             base = self._file.stages[stage].base
@@ -85,14 +85,14 @@ class DryBuild:
             shutil.copytree(source, root, symlinks=True)
             self._variables[stage] = dict(self._variables.get(base, {"PATH": BASE_PATH, "WORKDIR": "/"}))
             for keyword, rest in self._file.stages[stage].instructions:
-                self._carry_out(stage, keyword, rest)
+                self._execute(stage, keyword, rest)
         return root
 
     def _make_base(self) -> None:
-        stand_in = self._folder / "stand-in"
-        stand_in.write_text(STAND_IN.format(python=sys.executable, calls=str(self._calls)))
-        stand_in.chmod(0o755)
-        programs = {name: stand_in for name in STAND_INS} | {name: shutil.which(real) for name, real in REAL.items()}
+        fake = self._folder / "fake"
+        fake.write_text(FAKE.format(python=sys.executable, calls=str(self._calls)))
+        fake.chmod(0o755)
+        programs = {name: fake for name in FAKES} | {name: shutil.which(real) for name, real in REAL.items()}
         for name, real in programs.items():
             path = self._folder / "base" / name[1:]
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class DryBuild:
             (self._folder / "base" / name).symlink_to(f"usr/{name}")
         self._calls.touch()
 
-    def _carry_out(self, stage: str, keyword: str, rest: str) -> None:
+    def _execute(self, stage: str, keyword: str, rest: str) -> None:
         variables = self._variables[stage]
         if keyword == "ENV":
             words = shlex.split(Template(rest).safe_substitute(variables))
@@ -118,7 +118,7 @@ class DryBuild:
             self._run(stage, re.sub(r"--mount=\S+", "", rest))
 
     def _run(self, stage: str, command: str) -> None:
-        """Run a line where every absolute path, and so the PATH, is one below the stage's folder."""
+        """Run a line with every absolute path, and so the PATH, mapped into the stage's folder."""
         root, variables = self._folder / stage, self._variables[stage]
         below = {"STAGE": stage, "PATH": ":".join(f"{root}{part}" for part in variables["PATH"].split(":"))}
         line = re.sub(r"(?<![\w.:/}*])/(?=\w)", f"{root}/", command)
@@ -157,7 +157,7 @@ class DryBuild:
         return (name for name in names if within and not self.is_sent(Path(folder, name)))
 
     def is_sent(self, path: Path) -> bool:
-        """Tell whether .dockerignore lets a file of the context through: the last line that names it decides."""
+        """Return whether .dockerignore lets a file of the context through: the last line that names it decides."""
         relative = path.relative_to(self._context)
         candidates = [str(part) for part in (relative, *relative.parents)]
         sent = True

@@ -1,8 +1,8 @@
-"""One round enumerated over every draw, in fractions: the distribution of the text that the production rule yields.
+"""Enumerate one round over every draw, in fractions: the text distribution that the production rule yields.
 
-Each round is replayed once for every combination of choices. A choice is made when it is asked for, so only uniforms
-that a rule reads are branched on. A uniform is a stretch of [0, 1) between two thresholds that the rule supplies; the
-rule is also played at the stretches' ends, so that wrong thresholds are noticed.
+Each round is repeated for every combination of choices. Choices are made lazily, so only uniforms that a rule reads
+are branched on. A uniform is represented by an interval of [0, 1) between two thresholds that the rule supplies; the
+rule is also run at the intervals' ends, so that wrong thresholds are detected.
 
 Fractions pass through production code that is typed for floats: `sparse` hands them in, `Fraction(...)` takes them out.
 """
@@ -23,10 +23,10 @@ T = TypeVar("T")
 History = tuple[int, ...]
 Dense = Sequence[Fraction]  # [V]
 Distribution = Mapping[History, Fraction]  # of texts
-Stretch = tuple[Fraction, Fraction]  # of [0, 1): from the first to before the second
+Interval = tuple[Fraction, Fraction]  # [low, high) within [0, 1)
 
 ZERO, ONE = Fraction(0), Fraction(1)
-FIRST_TAIL = 1_000_000  # FIRST_TAIL + position stands for the tail token of a position
+FIRST_TAIL = 1_000_000  # FIRST_TAIL + position marks the tail token of a position
 
 
 # ---- distributions in fractions
@@ -75,11 +75,11 @@ class Pair:
 
     target: Callable[[History], Dense]
     draft: Callable[[History], SparseDistribution]
-    memory: int | None = None  # the distributions look at so many last tokens; None: at all
+    memory: int | None = None  # the distributions depend on this many last tokens; None: on all
 
 
 def markov_pair(targets: Sequence[Dense], drafts: Sequence[SparseDistribution]) -> Pair:
-    """Return distributions that look at the last token."""
+    """Return distributions that depend on the last token."""
     return Pair(lambda history: targets[history[-1]], lambda history: drafts[history[-1]], memory=1)
 
 
@@ -88,17 +88,17 @@ def markov_pair(targets: Sequence[Dense], drafts: Sequence[SparseDistribution]) 
 
 @dataclass
 class Draws:
-    """The choices of one play: those of a given beginning, after that always the first option."""
+    """The choices of one run: a given prefix of choices, then always the first option."""
 
-    beginning: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = ()
     probability: Fraction = ONE
     taken: list[int] = field(default_factory=list)
     num_options: list[int] = field(default_factory=list)
 
     def choose(self, options: Sequence[tuple[T, Fraction]]) -> T:
-        """Return one of the options, which have probabilities."""
+        """Choose one of the options, given as (option, probability)."""
         number = len(self.taken)
-        index = self.beginning[number] if number < len(self.beginning) else 0
+        index = self.prefix[number] if number < len(self.prefix) else 0
         self.taken.append(index)
         self.num_options.append(len(options))
         option, probability = options[index]
@@ -111,18 +111,18 @@ class Draws:
         return self.choose([(token, prob) for token, prob in probs if prob])
 
     def alternatives(self) -> Iterator[tuple[int, ...]]:
-        """Yield the beginnings of all plays that branch off from this one after its own beginning."""
-        for number in range(len(self.beginning), len(self.taken)):
+        """Yield the prefixes of all runs that differ from this one after its prefix."""
+        for number in range(len(self.prefix), len(self.taken)):
             for index in range(1, self.num_options[number]):
                 yield (*self.taken[:number], index)
 
 
-def outcomes(play: Callable[[Draws], T]) -> Iterator[tuple[T, Fraction]]:
-    """Yield the result of every play with its probability; together the probabilities are 1."""
+def enumerate_runs(run: Callable[[Draws], T]) -> Iterator[tuple[T, Fraction]]:
+    """Yield the result of every run with its probability; the probabilities sum to 1."""
     pending: list[tuple[int, ...]] = [()]
     while pending:
         draws = Draws(pending.pop())
-        result = play(draws)
+        result = run(draws)
         pending.extend(draws.alternatives())
         yield result, draws.probability
 
@@ -176,31 +176,31 @@ def read_uniforms(look_up: Callable[[Use], Fraction], size: int) -> Uniforms:
     return cast(Uniforms, ReadUniforms(look_up, size))
 
 
-NEARLY = 1 - Fraction(1, 2**60)  # of a stretch: its end belongs to the next one
+NEARLY = 1 - Fraction(1, 2**60)  # relative: an interval does not contain its end
 
 
-def probes(stretches: Mapping[Use, Stretch]) -> Iterator[Mapping[Use, Fraction]]:
-    """Yield points of the stretches other than their middles: all lowest, all highest, and both in turn."""
+def probes(intervals: Mapping[Use, Interval]) -> Iterator[Mapping[Use, Fraction]]:
+    """Yield points near the intervals' ends: all low, all high, and alternating."""
     for low_at in ((True, True), (False, False), (True, False), (False, True)):
         yield {
             key: low if low_at[number % 2] else low + (high - low) * NEARLY
-            for number, (key, (low, high)) in enumerate(stretches.items())
+            for number, (key, (low, high)) in enumerate(intervals.items())
         }
 
 
-def cut(domain: Stretch, points: set[Fraction]) -> list[tuple[Stretch, Fraction]]:
-    """Return the stretches into which points cut a domain, with their probabilities given the domain."""
+def split_interval(domain: Interval, points: set[Fraction]) -> list[tuple[Interval, Fraction]]:
+    """Split a domain at points; return the intervals with their conditional probabilities."""
     low, high = domain
     bounds = sorted({low, high, *(point for point in points if low < point < high)})
-    return [(stretch, (stretch[1] - stretch[0]) / (high - low)) for stretch in pairwise(bounds)]
+    return [(interval, (interval[1] - interval[0]) / (high - low)) for interval in pairwise(bounds)]
 
 
 # ---- rounds
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
-    """A round as it may go; its text may end in the marker of a tail token."""
+class RoundOutcome:
+    """One possible outcome of a round; its closing token may be the marker of a tail token."""
 
     proposal: Proposal
     verdict: Verdict
@@ -212,17 +212,17 @@ class Play:
         return tuple(self.proposal.tokens[index] for index in self.verdict.path)
 
 
-Note = Hashable  # what a session remembers of its last round, besides the text
+Note = Hashable  # what the next K may depend on besides the text
 
 
 @dataclass(frozen=True)
 class Enumeration:
-    """One round of the design, enumerated over every draw; a mutant overrides the one thing that it gets wrong."""
+    """One exact round, enumerated over every draw; a mutant overrides the part that it breaks."""
 
     pair: Pair
     rule: AcceptanceRule = field(default_factory=TokenRule)
 
-    # what a mutant may get wrong
+    # parts that a mutant may override
 
     def propose(self, history: History, num_draft_tokens: int, draws: Draws) -> Proposal:
         """Draft a chain."""
@@ -262,47 +262,47 @@ class Enumeration:
         return {token: prob / total for token, prob in outside.items()}
 
     def key(self, use: Use) -> Use:
-        """Return the draw that a use reads: each its own."""
+        """Return the key of the uniform that a use reads; different for each use."""
         return use
 
-    def domain(self, proposal: Proposal, key: Use) -> Stretch:
-        """Return the part of [0, 1) that a uniform comes from, given the proposal: all of it."""
+    def domain(self, proposal: Proposal, key: Use) -> Interval:
+        """Return the interval that contains a uniform, given the proposal: [0, 1)."""
         return ZERO, ONE
 
     # the round
 
-    def plays(self, history: History, num_draft_tokens: int) -> Iterator[Play]:
-        """Yield every way in which a round may go; their probabilities sum to 1."""
-        for proposal, chance in outcomes(lambda draws: self.propose(history, num_draft_tokens, draws)):
+    def outcomes(self, history: History, num_draft_tokens: int) -> Iterator[RoundOutcome]:
+        """Yield every outcome of a round; the probabilities sum to 1."""
+        for proposal, chance in enumerate_runs(lambda draws: self.propose(history, num_draft_tokens, draws)):
             positions = range(len(proposal) + 1)
             scores = Scores(tuple(self.target_answer(history, proposal, position) for position in positions))
             for verdict, weight in self.verdicts(proposal, scores):
-                yield Play(proposal, verdict, chance * weight)
+                yield RoundOutcome(proposal, verdict, chance * weight)
 
     def verdicts(self, proposal: Proposal, scores: Scores) -> Iterator[tuple[Verdict, Fraction]]:
         """Yield every verdict with its probability."""
         thresholds = self.rule.thresholds(proposal, scores)
-        return outcomes(lambda draws: self.verdict(proposal, scores, thresholds, draws))
+        return enumerate_runs(lambda draws: self.verdict(proposal, scores, thresholds, draws))
 
     def verdict(self, proposal: Proposal, scores: Scores, thresholds: Thresholds, draws: Draws) -> Verdict:
-        """Apply the rule; assert that it decides the same anywhere on the stretches of the uniforms that it read."""
-        stretches: dict[Use, Stretch] = {}
+        """Apply the rule; assert that its verdict is constant on the intervals of the uniforms that it read."""
+        intervals: dict[Use, Interval] = {}
 
         def middle(use: Use) -> Fraction:
             key = self.key(use)
-            if key not in stretches:
-                points = self.turning_points(key, proposal, scores, thresholds, middle)
-                stretches[key] = draws.choose(cut(self.domain(proposal, key), points))
-            low, high = stretches[key]
+            if key not in intervals:
+                points = self.breakpoints(key, proposal, scores, thresholds, middle)
+                intervals[key] = draws.choose(split_interval(self.domain(proposal, key), points))
+            low, high = intervals[key]
             return (low + high) / 2
 
         verdict = self.rule.accept(proposal, scores, read_uniforms(middle, len(proposal)))
-        for probe in probes(stretches):
+        for probe in probes(intervals):
             again = self.rule.accept(proposal, scores, read_uniforms(lambda use: probe[self.key(use)], len(proposal)))  # noqa: B023
             assert again == verdict, f"{verdict} becomes {again} between the thresholds {thresholds}"
         return verdict
 
-    def turning_points(
+    def breakpoints(
         self,
         key: Use,
         proposal: Proposal,
@@ -310,7 +310,7 @@ class Enumeration:
         thresholds: Thresholds,
         known: Callable[[Use], Fraction],
     ) -> set[Fraction]:
-        """Return where decisions by this draw change: of all its uses; of the closing draw, where the round closes."""
+        """Return the thresholds of a key's uses; for the closing draw, those where the round closes."""
         tests = [index for index in range(len(proposal)) if self.key(Use(Purpose.ACCEPT, index)) == key]
         points = {Fraction(thresholds.accept[index]) for index in tests}
         if self.key(CLOSE) != key:
@@ -324,31 +324,34 @@ class Enumeration:
     # its text
 
     def round_distribution(
-        self, history: History, plays: Iterable[Play], note: Callable[[Play], Note] = lambda play: None
+        self,
+        history: History,
+        outcomes: Iterable[RoundOutcome],
+        note: Callable[[RoundOutcome], Note] = lambda outcome: None,
     ) -> Mapping[tuple[History, Note], Fraction]:
-        """Return the distribution of the text that one round appends, and of what is noted of the round."""
+        """Return the joint distribution of the text that one round appends and of its note."""
         distribution: dict[tuple[History, Note], Fraction] = defaultdict(Fraction)
-        for play in plays:
-            for token, prob in self.closing(history, play).items():
-                distribution[(*play.accepted, token), note(play)] += play.probability * prob
+        for outcome in outcomes:
+            for token, prob in self.closing(history, outcome).items():
+                distribution[(*outcome.accepted, token), note(outcome)] += outcome.probability * prob
         return distribution
 
-    def closing(self, history: History, play: Play) -> Mapping[int, Fraction]:
+    def closing(self, history: History, outcome: RoundOutcome) -> Mapping[int, Fraction]:
         """Return the distribution of the token that closes a round."""
-        token = play.verdict.next_token
+        token = outcome.verdict.next_token
         is_tail = token >= FIRST_TAIL
-        return self.tail_distribution(history, play.proposal, token - FIRST_TAIL) if is_tail else {token: ONE}
+        return self.tail_distribution(history, outcome.proposal, token - FIRST_TAIL) if is_tail else {token: ONE}
 
     def text_distribution(
         self,
         prompt: History,
         num_tokens: int,
         num_draft_tokens: Callable[[History, Note], int],
-        note: Callable[[Play], Note] = lambda play: None,
+        note: Callable[[RoundOutcome], Note] = lambda outcome: None,
     ) -> Distribution:
         """Return the distribution of the first `num_tokens` tokens after the prompt, over as many rounds as needed.
 
-        K may depend on the text and on what was noted of the last round.
+        K may depend on the text and on the note of the last round.
         """
         rounds: dict[tuple[History, int], Mapping[tuple[History, Note], Fraction]] = {}
         unfinished: dict[tuple[History, Note], Fraction] = {(prompt, None): ONE}
@@ -358,7 +361,7 @@ class Enumeration:
             seen = history[-self.pair.memory :] if self.pair.memory else history
             size = num_draft_tokens(history, last_note)
             if (seen, size) not in rounds:
-                rounds[seen, size] = self.round_distribution(seen, self.plays(seen, size), note)
+                rounds[seen, size] = self.round_distribution(seen, self.outcomes(seen, size), note)
             for (text, noted), prob in rounds[seen, size].items():
                 longer = (*history, *text)
                 if len(longer) >= len(prompt) + num_tokens:
@@ -367,10 +370,12 @@ class Enumeration:
                     unfinished[longer, noted] = unfinished.get((longer, noted), ZERO) + chance * prob
         return {text: prob for text, prob in distribution.items() if prob}
 
-    def continued_distribution(self, history: History, plays: Iterable[Play], num_tokens: int) -> Distribution:
-        """Return the distribution of the first tokens where one round is played and the target goes on by itself."""
+    def continued_distribution(
+        self, history: History, outcomes: Iterable[RoundOutcome], num_tokens: int
+    ) -> Distribution:
+        """Return the distribution of the first tokens after one round and plain decoding from there."""
         texts: dict[History, Fraction] = defaultdict(Fraction)
-        for (text, _), prob in self.round_distribution(history, plays).items():
+        for (text, _), prob in self.round_distribution(history, outcomes).items():
             texts[text[:num_tokens]] += prob
         for length in range(1, num_tokens):
             for text in [each for each in texts if len(each) == length]:
@@ -380,9 +385,9 @@ class Enumeration:
         return {text: prob for text, prob in texts.items() if prob}
 
 
-def expected_accepted(plays: Iterable[Play]) -> Fraction:
+def expected_accepted(outcomes: Iterable[RoundOutcome]) -> Fraction:
     """Return the mean number of accepted tokens of a round."""
-    return sum((play.probability * play.verdict.num_accepted for play in plays), ZERO)
+    return sum((outcome.probability * outcome.verdict.num_accepted for outcome in outcomes), ZERO)
 
 
 def text_at(proposal: Proposal, position: int) -> History:
@@ -391,13 +396,13 @@ def text_at(proposal: Proposal, position: int) -> History:
 
 
 def cumulative(weights: Sequence[Fraction]) -> list[Fraction]:
-    """Return where a draw by these weights changes: their cumulative sums over the whole."""
+    """Return the normalised cumulative sums of weights: where an inverse-CDF draw changes."""
     total = sum(weights)
     return [value / total for value in accumulate(weights)] if total else []
 
 
 def target_text_distribution(pair: Pair, prompt: History, num_tokens: int) -> Distribution:
-    """Return the distribution that the text must have: plain decoding of the target."""
+    """Return the distribution of plain decoding of the target."""
     distribution: dict[History, Fraction] = {(): ONE}
     for _ in range(num_tokens):
         distribution = {
@@ -410,6 +415,6 @@ def target_text_distribution(pair: Pair, prompt: History, num_tokens: int) -> Di
 
 
 def total_variation(one: Distribution, other: Distribution) -> Fraction:
-    """Return half the sum of the differences."""
+    """Return half the sum of the absolute differences."""
     texts = one.keys() | other.keys()
     return sum((abs(one.get(text, ZERO) - other.get(text, ZERO)) for text in texts), ZERO) / 2

@@ -1,4 +1,4 @@
-"""Planted mistakes of the real loop: keys, positions and what is shipped; test_mutants.py must reject them."""
+"""Planted bugs in the real loop: keys, positions and shipped distributions; test_mutants.py must reject them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,10 +50,10 @@ class ArgmaxDrafter(ToyDrafter):
 
 @dataclass(slots=True)
 class DiscardingDrafter(ToyDrafter):
-    """Ends the proposal before a token that came out unlikely."""
+    """Ends the proposal before an unlikely token, after drawing it."""
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        """Return fewer than were drawn."""
+        """Return fewer tokens than were drawn."""
         proposal = (await ToyDrafter.propose(self, committed, num_draft_tokens)).proposal
         steps = zip(proposal.tokens, proposal.distributions, strict=True)
         sure = [prob_of(distribution, token) >= 0.25 for token, distribution in steps]
@@ -82,7 +82,7 @@ class SortingDrafter(TreeDrafter):
 
 @dataclass(slots=True)
 class SiblingKeyDrafter(TreeDrafter):
-    """Draws siblings with the key of their depth."""
+    """Draws all siblings at a depth with the same key."""
 
     branching: tuple[int, ...] = (3,)
 
@@ -105,7 +105,7 @@ class CloseKeyScorer(ToyScorer):
 
 @dataclass(slots=True)
 class EarlyBonusScorer(ToyScorer):
-    """Answers the bonus from the position before."""
+    """Takes the bonus distribution from the position before."""
 
     def distributions(self, committed: History, proposal: Proposal) -> torch.Tensor:
         """Return K + 1 distributions, the last one position too early."""
@@ -135,21 +135,21 @@ class ChainScorer(ToyScorer):
 
 
 def by_position(key: Key) -> Key:
-    """Return the key of an absolute position: what a rejected draft was drawn with comes again.
+    """Return the key of an absolute position: the keys of rejected draft tokens are reused.
 
-    Looks natural, and is exact as long as nothing depends on rejected tokens; see LengthFromRejected.
+    Exact as long as nothing depends on rejected tokens; see LengthFromRejected.
     """
     return Key(0, key.committed_length + key.position, key.purpose)
 
 
 @dataclass(slots=True)
 class LengthFromRejected(DraftLength):
-    """Chooses K from the tokens of the last proposal, rejected ones too. Exact, unless keys come again."""
+    """Chooses K from the tokens of the last proposal, rejected ones too. Exact, unless keys are reused."""
 
     last: Proposal = field(default_factory=Proposal)
 
     def choose(self, remaining_tokens: int) -> int:
-        """Return K: none after a proposal whose second token came out unlikely."""
+        """Return K: 0 after a proposal whose second token was unlikely."""
         steps = list(zip(self.last.tokens, self.last.distributions, strict=True))
         unlikely = any(prob_of(distribution, token) < 0.4 for token, distribution in steps[1:2])
         return min(0 if unlikely else 3, max(remaining_tokens - 1, 0))
@@ -157,12 +157,12 @@ class LengthFromRejected(DraftLength):
 
 @dataclass(slots=True)
 class RememberingDrafter(ToyDrafter):
-    """Tells LengthFromRejected what it drafted."""
+    """Records its drafts for LengthFromRejected."""
 
     draft_length: LengthFromRejected = field(default_factory=lambda: LengthFromRejected(Costs(), 3))
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        """Draft, and tell."""
+        """Draft, and record the tokens."""
         drafted = await ToyDrafter.propose(self, committed, num_draft_tokens)
         self.draft_length.last = drafted.proposal
         return drafted

@@ -1,6 +1,6 @@
-"""What must hold in rendered manifests, as checks: each takes the documents and yields the problems, in words.
+"""Checks of rendered manifests: each takes the documents and yields the problems as text.
 
-The programs are asked, not remembered: settings come from specdec.serving.settings, entry points and folders from
+Expected values are read, not repeated here: settings come from specdec.serving.settings, entry points and folders from
 deploy/Dockerfile, commands of the store from coordinator/*.lua.
 """
 
@@ -80,7 +80,7 @@ def selector_problems(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def reference_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Everything that a pod names is there, and all of it is in one namespace."""
+    """Everything that a pod references exists, and all of it is in one namespace."""
     there = {title(document) for document in documents}
     for workload in workloads(documents):
         yield from (f"{title(workload)}: there is no {name}" for name in _named_by(workload) if name not in there)
@@ -153,21 +153,21 @@ def _listening_problems(workload: Document, container: Document, variables: Mapp
 
 
 def probe_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Readiness asks for the service, liveness for the process, both of a service that protos/ defines."""
+    """Readiness probes the service, liveness the process; the service is one that protos/ defines."""
     for workload, container, program in programs(documents):
-        asked = {kind: probe.get("grpc", {}).get("service", "") for kind, probe in probes(container).items()}
-        if asked.keys() != {"startupProbe", "readinessProbe", "livenessProbe"}:
-            yield f"{title(workload)}: has only the probes {sorted(asked)}"
-        if asked.get("readinessProbe") != program.service:
-            yield f"{title(workload)} readinessProbe: asks for {asked.get('readinessProbe')}, not {program.service}"
-        if asked.get("startupProbe") not in ("", program.service):
-            yield f"{title(workload)} startupProbe: asks for {asked.get('startupProbe')}, not {program.service}"
-        if asked.get("livenessProbe"):
+        probed = {kind: probe.get("grpc", {}).get("service", "") for kind, probe in probes(container).items()}
+        if probed.keys() != {"startupProbe", "readinessProbe", "livenessProbe"}:
+            yield f"{title(workload)}: has only the probes {sorted(probed)}"
+        if probed.get("readinessProbe") != program.service:
+            yield f"{title(workload)} readinessProbe: asks for {probed.get('readinessProbe')}, not {program.service}"
+        if probed.get("startupProbe") not in ("", program.service):
+            yield f"{title(workload)} startupProbe: asks for {probed.get('startupProbe')}, not {program.service}"
+        if probed.get("livenessProbe"):
             yield f"{title(workload)} livenessProbe: a worker that drains must not be killed; ask for the process"
 
 
 def startup_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """A rollout is given more time than a start may take."""
+    """A rollout's deadline is longer than the slowest start."""
     for workload, container, _ in programs(documents):
         startup = probes(container).get("startupProbe", {})
         allowed_s = startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3)
@@ -176,7 +176,7 @@ def startup_problems(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def settings_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Every program accepts its variables and arguments: it is asked."""
+    """Every program accepts its variables and arguments."""
     for workload, container, program in programs(documents):
         given = dockerfile().environment(stage_of(container)) | environment(container, documents)
         settings = read_settings(program, given, command(container)[3:])
@@ -233,7 +233,7 @@ def _addresses(service: Document) -> list[str]:
 
 
 def drain_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """A pod is given the time that it needs to end: the wait before SIGTERM, the drain, and a margin."""
+    """The grace period covers the wait before SIGTERM, the drain, and a margin."""
     for workload, container, program in programs(documents):
         settings = read_settings(program, environment(container, documents), [])
         waits_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
@@ -245,7 +245,7 @@ def drain_problems(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def disruption_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Nodes can be drained, one pod at a time; a rollout never takes all of a service away, unless GPUs are scarce."""
+    """Nodes can be drained, one pod at a time; a rollout never stops all pods of a service, except with GPUs."""
     budgets = {budget["metadata"]["name"]: budget["spec"] for budget in of_kind(documents, "PodDisruptionBudget")}
     for workload in of_kind(documents, "Deployment"):
         rolling = workload["spec"].get("strategy", {}).get("rollingUpdate", {})
@@ -278,7 +278,7 @@ def gpu_problems(documents: Sequence[Document]) -> Iterator[str]:
 
 
 def resource_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Requests and limits are there, and what the program is told to use fits into them."""
+    """Requests and limits are set, and the program's settings fit into them."""
     for workload in workloads(documents):
         for container in containers(workload):
             resources = container.get("resources", {})
@@ -297,7 +297,7 @@ def _limit(container: Document, resource: str) -> float:
 
 
 def security_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Pods satisfy Pod Security restricted, which the namespace enforces; they get no credentials and no surprises."""
+    """Pods satisfy Pod Security restricted, which the namespace enforces; without credentials or extra variables."""
     for namespace in of_kind(documents, "Namespace"):
         if namespace["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce") != "restricted":
             yield f"{title(namespace)}: does not enforce Pod Security restricted"
@@ -335,7 +335,7 @@ def _container_security_problems(container: Document) -> Iterator[str]:
 
 
 def redis_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Redis keeps what was committed, listens where it is declared, fits into its memory, and knows our commands."""
+    """Redis keeps commits on disk, listens on the declared port, fits into its memory, and allows our commands."""
     lines = (
         line.split(maxsplit=1) for line in redis_configuration(documents).splitlines() if line[:1] not in ("", "#")
     )
@@ -380,6 +380,6 @@ CHECKS = (
 
 
 def problems(documents: Sequence[Document]) -> list[str]:
-    """Return everything that is wrong with the documents; first what the schemas say, and then only that."""
+    """Return all problems of the documents; schema problems alone if there are any."""
     found = [problem for version in VERSIONS for problem in schema_problems(documents, version)]
     return found or [problem for check in CHECKS for problem in check(documents)]

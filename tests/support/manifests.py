@@ -1,4 +1,4 @@
-"""The deployment as data: rendered manifests, the Dockerfile that makes their images, and which program runs where."""
+"""The deployment as data: rendered manifests, the Dockerfile of their images, and the program of each container."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Program:
-    """A module that can be run: what configures it and what it serves."""
+    """A runnable module: its settings and the service that it offers."""
 
     settings: type[ServiceSettings]
     service: str
@@ -44,7 +44,7 @@ PROGRAMS = {
 
 
 def render(folder: Path) -> list[Document]:
-    """Return the documents of a kustomization. Raises AssertionError with what to do if that fails."""
+    """Return the documents of a kustomization. Raises AssertionError with the remedy."""
     kubectl = shutil.which("kubectl")
     assert kubectl, "kubectl is not on PATH; install it: https://kubernetes.io/docs/tasks/tools (1.30 or newer)"
     result = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
@@ -71,7 +71,7 @@ def title(document: Document) -> str:
 
 
 def workloads(documents: Sequence[Document]) -> list[Document]:
-    """Return what makes pods."""
+    """Return the documents that create pods."""
     return of_kind(documents, "Deployment", "StatefulSet", "DaemonSet", "Job")
 
 
@@ -119,7 +119,7 @@ def quantity(text: str) -> float:
 
 
 def selects(selector: Mapping[str, Any] | None, labels: Mapping[str, str]) -> bool:
-    """Tell whether a label selector matches; an empty one matches all."""
+    """Return whether a label selector matches; an empty one matches all."""
     selector = selector or {}
     wanted = selector.get("matchLabels", {}).items() <= labels.items()
     return wanted and all(
@@ -134,14 +134,14 @@ def _is_in(expression: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Stage:
-    """One stage of a Dockerfile: what it is built on, and its instructions."""
+    """One stage of a Dockerfile: its base, and its instructions."""
 
     base: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
 
 class Dockerfile:
-    """A Dockerfile's stages, as far as checks need to understand them."""
+    """A Dockerfile's stages, parsed as far as the checks need."""
 
     def __init__(self, text: str) -> None:
         self.stages: dict[str, Stage] = {}
@@ -168,7 +168,7 @@ class Dockerfile:
         return {name}.union(*map(self.built_from, inputs))
 
     def last(self, name: str, keyword: str) -> str:
-        """Return what the last such instruction of an image says."""
+        """Return the arguments of the last such instruction of an image."""
         return next((rest for each, rest in reversed(self.lineage(name)) if each == keyword), "")
 
     def entrypoint(self, name: str) -> list[str]:
@@ -214,7 +214,7 @@ def module_of(container: Document) -> str:
 
 
 def has_main(container: Document) -> bool:
-    """Tell whether a container runs a program of this repository."""
+    """Return whether a container runs a program of this repository."""
     module = module_of(container)
     return module in PROGRAMS and (REPOSITORY / module / "__main__.py").exists()
 
@@ -228,7 +228,7 @@ def programs(documents: Sequence[Document]) -> Iterator[tuple[Document, Document
 
 
 def read_settings(program: Program, variables: Mapping[str, str], arguments: list[str]) -> ServiceSettings | str:
-    """Return the settings that a program reads from these, or what it says before it exits."""
+    """Return the settings that a program reads from these, or its error message."""
     said = io.StringIO()
     with mock.patch.dict(os.environ, variables, clear=True), contextlib.redirect_stderr(said):
         try:

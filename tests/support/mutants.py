@@ -1,9 +1,9 @@
-"""Planted mistakes of chains: each does one thing that breaks exactness, and test_mutants.py must reject it.
+"""Planted bugs in chains: each breaks exactness in one way, and test_mutants.py must reject it.
 
 Each is a subclass of Enumeration whose text distribution is exact too, only not the target's. `total_variation` is its
 distance from the target's distribution on the pair below (three tokens of a Markov chain over four, K = 2), to four
-digits; the test holds it to that. A joint chi-square over 20,000 generations sees 0.02 to 0.03 and no less, so some of
-these only enumeration sees. block_mutants.py and tree_mutants.py hold the mistakes of the block rule and of trees,
+digits, which the test asserts. A joint chi-square over 20,000 generations detects 0.02 to 0.03 and no less, so only
+enumeration detects some of these. block_mutants.py and tree_mutants.py have the bugs of the block rule and of trees,
 loop_mutants.py those of the real loop.
 """
 
@@ -28,8 +28,8 @@ from tests.support.enumeration import (
     Draws,
     Enumeration,
     History,
+    Interval,
     Pair,
-    Stretch,
     Use,
     cumulative,
     dense,
@@ -57,7 +57,7 @@ FIRST_TEST = Use(Purpose.ACCEPT, 0)
 
 @dataclass(frozen=True)
 class Mutant(Enumeration):
-    """An enumerated mistake."""
+    """An enumerated bug."""
 
     pair: Pair = WHOLE
     total_variation: float = 0.0
@@ -79,13 +79,13 @@ class AcceptAll:
         return Verdict(tuple(range(len(proposal))), scores.positions[-1].tail_token, TokenOrigin.BONUS)
 
     def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
-        """Nothing changes anything."""
+        """Return no thresholds: no uniform is read."""
         return Thresholds([1.0] * len(proposal), [()] * (len(proposal) + 1))
 
 
 @dataclass(frozen=True)
 class AcceptsAll(Mutant):
-    """Keeps every draft token (transformers 28508: a faulty count of the matches)."""
+    """Keeps every draft token (transformers 28508: the number of matches was wrong)."""
 
     rule: AcceptanceRule = field(default_factory=AcceptAll)
     total_variation: float = 0.5215
@@ -96,7 +96,7 @@ Weigh = Callable[[SparseDistribution, TargetDistribution], Dense]
 
 @dataclass(frozen=True)
 class CloseBy:
-    """The token rule, but a recovered token is drawn by other weights: of the support's tokens, then of the tail."""
+    """The token rule with other weights for the recovered token: those of the support's tokens, then of the tail."""
 
     weigh: Weigh
 
@@ -123,7 +123,7 @@ def target_weights(draft: SparseDistribution, target: TargetDistribution) -> lis
 
 
 def residual_weights(draft: SparseDistribution, target: TargetDistribution) -> list[Fraction]:
-    """Return the residual on the support, and the tail: what is right."""
+    """Return the residual on the support, and the tail mass, which is correct."""
     pairs = zip(map(Fraction, target.support_probs), map(Fraction, draft.probs), strict=True)
     return [*(max(ZERO, target_prob - draft_prob) for target_prob, draft_prob in pairs), Fraction(target.tail_mass)]
 
@@ -156,7 +156,7 @@ class RecoversFromTarget(Mutant):
 
 @dataclass(frozen=True)
 class SoftmaxOverResidual(Mutant):
-    """Normalises the residual by softmax (transformers 28508): tokens without residual come back."""
+    """Normalises the residual by softmax (transformers 28508): tokens with residual 0 get probability."""
 
     pair: Pair = SPARSE
     rule: AcceptanceRule = field(default_factory=lambda: CloseBy(exponential_weights))
@@ -165,7 +165,7 @@ class SoftmaxOverResidual(Mutant):
 
 @dataclass(frozen=True)
 class ClosesWithoutTail(Mutant):
-    """Forgets that the residual has weight outside the draft's support."""
+    """Omits the residual outside the draft's support."""
 
     pair: Pair = SPARSE
     rule: AcceptanceRule = field(default_factory=lambda: CloseBy(weights_without_tail))
@@ -192,7 +192,7 @@ class BonusAfterAnything(TokenRule):
 
 @dataclass(frozen=True)
 class BonusAlways(Mutant):
-    """Closes every round from position K, "whether or not all K were accepted" (a common misprint)."""
+    """Closes every round from position K, "whether or not all K were accepted" (a common misstatement)."""
 
     rule: AcceptanceRule = field(default_factory=BonusAfterAnything)
     total_variation: float = 0.2661
@@ -254,7 +254,7 @@ class AcceptInclusively(TokenRule):
 
 @dataclass(frozen=True)
 class AcceptsInclusively(Enumeration):
-    """Total variation 0, and one token in 2**53: seen at the ends of the stretches, and at u = 0."""
+    """Total variation 0, but wrong at one uniform of 2**53: detected at the ends of the intervals, and at u = 0."""
 
     rule: AcceptanceRule = field(default_factory=AcceptInclusively)
 
@@ -264,7 +264,7 @@ class AcceptsInclusively(Enumeration):
 
 @dataclass(frozen=True)
 class OneUniformForAll(Mutant):
-    """Tests all K tokens and closes with the same uniform: a token that passed makes the next one likelier to pass."""
+    """Tests all K tokens and closes with the same uniform: an accepted token makes the next acceptance likelier."""
 
     total_variation: float = 0.1237
 
@@ -295,7 +295,7 @@ class CloseSharesAccept(Mutant):
         return FIRST_TEST if use == CLOSE else use
 
 
-def drawing_stretch(proposal: Proposal, index: int) -> Stretch:
+def drawing_interval(proposal: Proposal, index: int) -> Interval:
     """Return the uniforms that draw a token of the proposal."""
     draft = proposal.distributions[index]
     place = draft.token_ids.index(proposal.tokens[index])
@@ -309,9 +309,9 @@ class AcceptSharesDraft(Mutant):
 
     total_variation: float = 0.2675
 
-    def domain(self, proposal: Proposal, key: Use) -> Stretch:
+    def domain(self, proposal: Proposal, key: Use) -> Interval:
         """Return the uniforms that draw the token."""
-        return (ZERO, ONE) if key == CLOSE else drawing_stretch(proposal, key.number)
+        return (ZERO, ONE) if key == CLOSE else drawing_interval(proposal, key.number)
 
 
 @dataclass(frozen=True)
@@ -320,9 +320,9 @@ class CloseSharesDraft(Mutant):
 
     total_variation: float = 0.1185
 
-    def domain(self, proposal: Proposal, key: Use) -> Stretch:
+    def domain(self, proposal: Proposal, key: Use) -> Interval:
         """Return the uniforms that draw the first token."""
-        return drawing_stretch(proposal, 0) if key == CLOSE else (ZERO, ONE)
+        return drawing_interval(proposal, 0) if key == CLOSE else (ZERO, ONE)
 
 
 # ---- the drafter
@@ -340,7 +340,7 @@ class ShipsAnotherDistribution(Mutant):
         return sparse({token: prob_of(draft, token) ** 2 for token in draft.token_ids})
 
     def shipped(self, text: History, token: int) -> SparseDistribution:
-        """Return the other one."""
+        """Return the distribution of temperature 1."""
         return self.pair.draft(text)
 
 
@@ -357,7 +357,7 @@ class ArgmaxDrafts(ShipsAnotherDistribution):
 
 @dataclass(frozen=True)
 class RoundsAfterDrawing(Mutant):
-    """Draws in one number format and ships another, here bfloat16 (DeepSpec 31): too little for any chi-square."""
+    """Draws in one number format and ships another, here bfloat16 (DeepSpec 31): too small for any chi-square."""
 
     total_variation: float = 0.0009
 
@@ -368,7 +368,7 @@ class RoundsAfterDrawing(Mutant):
 
 @dataclass(frozen=True)
 class RoundsToHalf(Mutant):
-    """Draws, and then rounds the distribution to float16."""
+    """Draws, then rounds the distribution to float16."""
 
     total_variation: float = 0.0001
 
@@ -398,7 +398,7 @@ class LosesMass(Mutant):
 
 @dataclass(frozen=True)
 class DiscardsUnlikely(Mutant):
-    """Draws a token, sees that it is unlikely, and ends the proposal before it: the bonus is p where it must not be."""
+    """Draws a token and ends the proposal before it if it is unlikely: the bonus is then drawn from p, wrongly."""
 
     total_variation: float = 0.1939
 
@@ -413,10 +413,10 @@ class DiscardsUnlikely(Mutant):
 
 @dataclass(frozen=True)
 class StopsBeforeUnsure(Mutant):
-    """No mistake: ends the proposal before *drawing* where it is unsure. Must pass where the one above fails."""
+    """Control, exact: ends the proposal before *drawing* where the draft is uncertain; unlike the one above."""
 
     def propose(self, history: History, num_draft_tokens: int, draws: Draws) -> Proposal:
-        """Draw only where some token has a half or more."""
+        """Draw only where some token has a probability of a half or more."""
         tokens: History = ()
         distributions: list[SparseDistribution] = []
         while len(tokens) < num_draft_tokens:
@@ -430,7 +430,7 @@ class StopsBeforeUnsure(Mutant):
 
 @dataclass(frozen=True)
 class DropsDistributions(Mutant):
-    """No mistake: draws a token and ships it as certain (vLLM 40149). Exact, only fewer are accepted."""
+    """Control, exact: draws a token and ships a one-hot distribution (vLLM 40149); only fewer are accepted."""
 
     def shipped(self, text: History, token: int) -> SparseDistribution:
         """Return a one-hot distribution."""
@@ -481,12 +481,12 @@ def above_min_p(distribution: Dense) -> Dense:
     return dense(*(prob if prob >= Fraction(3, 10) * max(distribution) else 0 for prob in distribution))
 
 
-def asked(shape: Callable[[Dense], Dense]) -> Pair:
-    """Return the pair whose target has the sampling parameter applied, as the user asked."""
+def with_parameter(shape: Callable[[Dense], Dense]) -> Pair:
+    """Return the pair whose target has the sampling parameter applied, as the request says."""
     return replace(WHOLE, target=lambda history: shape(WHOLE.target(history)))
 
 
-PEAKED, CUT, SHARPENED = asked(above_min_p), asked(nucleus), asked(tempered)
+PEAKED, CUT, SHARPENED = with_parameter(above_min_p), with_parameter(nucleus), with_parameter(tempered)
 
 
 @dataclass(frozen=True)
@@ -497,12 +497,12 @@ class ParameterOnBonusOnly(Mutant):
     total_variation: float = 0.2432
 
     def target_distribution(self, history: History, proposal: Proposal, position: int) -> Dense:
-        """Return the model's own distribution where the parameter is forgotten."""
-        pair = WHOLE if self.forgets(position, proposal) else self.pair
+        """Return the distribution without the parameter where it is omitted."""
+        pair = WHOLE if self.omits(position, proposal) else self.pair
         return pair.target((*history, *proposal.tokens[:position]))
 
-    def forgets(self, position: int, proposal: Proposal) -> bool:
-        """Say where."""
+    def omits(self, position: int, proposal: Proposal) -> bool:
+        """Return whether the parameter is omitted at a position."""
         return position < len(proposal)
 
 
@@ -528,13 +528,13 @@ class TemperatureNotOnBonus(TemperatureOnBonusOnly):
 
     total_variation: float = 0.0459
 
-    def forgets(self, position: int, proposal: Proposal) -> bool:
-        """Say where."""
+    def omits(self, position: int, proposal: Proposal) -> bool:
+        """Return whether the parameter is omitted at a position."""
         return position == len(proposal)
 
 
 def penalised_target(text: History, last: int) -> Dense:
-    """Return the target's distribution after a token; tokens are rarer the oftener the text has them."""
+    """Return the target's distribution after a token; the more often the text has a token, the less probable it is."""
     return dense(*(Fraction(weight, 1 + text.count(token)) for token, weight in enumerate(TARGETS[last])))
 
 

@@ -1,4 +1,4 @@
-"""Which connections the rendered NetworkPolicies let through, and which they must."""
+"""Which connections the rendered NetworkPolicies allow, and which they must allow."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Peer:
 
 
 def network_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """The edges that a round needs are open; the others are closed."""
+    """The connections that a round needs are allowed; all others are denied."""
     peers = {workload["metadata"]["name"]: _peer_of(workload, documents) for workload in workloads(documents)}
     peers |= {
         "a client": Peer({}, {"specdec-client": "true"}),
-        "a stranger": Peer({}, {}),
+        "another pod": Peer({}, {}),
         "Prometheus": Peer({}, {"kubernetes.io/metadata.name": "monitoring"}),
         "DNS": Peer({"k8s-app": "kube-dns"}, {"kubernetes.io/metadata.name": "kube-system"}),
     }
@@ -48,9 +48,9 @@ def _edges(documents: Sequence[Document]) -> dict[tuple[str, str, int], bool]:
     needed |= {("coordinator", name, ports[name]["grpc"]) for name in ("draft", "target")}
     needed |= {("coordinator", "redis", ports["redis"]["redis"])}
     needed |= {("Prometheus", name, ports[name]["metrics"]) for name in ("coordinator", "draft", "target")}
-    others = ("a client", "a stranger", "Prometheus")
+    others = ("a client", "another pod", "Prometheus")
     possible = {(source, name, port) for source in (*names, *others) for name in names for port in ports[name].values()}
-    possible |= {(name, "a stranger", 443) for name in names}
+    possible |= {(name, "another pod", 443) for name in names}
     return {edge: edge in needed for edge in possible | needed}
 
 
@@ -66,7 +66,7 @@ def _open(policies: Sequence[Document], source: Peer, destination: Peer, port: i
 
 
 def _passes(policies: Sequence[Document], direction: str, subject: Peer, other: Peer, port: int) -> bool:
-    """Tell whether the policies of one end let a connection through; pods that none selects are open."""
+    """Return whether the policies of one end let a connection through; pods that none selects are open."""
     ours = subject.namespace.get("kubernetes.io/metadata.name")
     applying = [
         policy["spec"]

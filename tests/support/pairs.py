@@ -1,4 +1,4 @@
-"""Pairs of distributions for the enumeration: of every shape, and drawn at random."""
+"""Pairs of distributions for the enumeration: chosen cases, and random ones."""
 
 import os
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.enumeration import Dense, Pair, dense, markov_pair, truncated
 
-SWEEP = int(os.environ.get("EXACTNESS_SWEEP", "1"))  # `make exactness` looks at so many times as many random examples
+SWEEP = int(os.environ.get("EXACTNESS_SWEEP", "1"))  # `make exactness` tests this many times as many random examples
 
 # a target, a draft, and the size of the draft's support
 DISTRIBUTIONS: dict[str, tuple[Sequence[int], Sequence[int], int]] = {
@@ -37,7 +37,7 @@ MARKOV_DRAFTS = [dense(4, 4, 1), dense(1, 5, 4), dense(4, 2, 3)]
 
 
 def rotating_pair(target: Sequence[int], draft: Sequence[int], size: int) -> Pair:
-    """Return a Markov pair: these weights after token 0, after token t those of a vocabulary moved on by t."""
+    """Return a Markov pair: these weights after token 0; after token t, the weights rotated by t."""
     moves = range(len(target))
     targets = [dense(*(target[token - move] for token in moves)) for move in moves]
     return markov_pair(targets, [truncated([draft[token - move] for token in moves], size) for move in moves])

@@ -1,9 +1,9 @@
 """Pods as local processes: rendered containers with their own commands, environments, ports and probes.
 
-What stands for what, and nothing else is changed:
+The replacements; nothing else is changed:
 
-- a pod's network: a loopback address of its own, so ports stay as they are; who listens everywhere listens there
-- cluster DNS: a Service's name becomes its pods' addresses
+- a pod's network: a loopback address of its own, so ports stay as they are; a wildcard address becomes that address
+- cluster DNS: a Service's name is replaced by its pods' addresses
 - an image: the Dockerfile's entry point, variables and models; Python is the one that runs the tests
 - a volume or writable folder: a folder
 - the kubelet: start, restart, probes, SIGTERM
@@ -44,7 +44,7 @@ from tests.support.manifests import (
     workloads,
 )
 
-START_TIMEOUT_S = 200.0  # a bound for a machine that is stuck; three imports of torch take 10 s on an idle one
+START_TIMEOUT_S = 200.0  # a limit for a hanging machine; three imports of torch take 10 s on an idle one
 PAUSE_S = 0.2
 MAX_RESTARTS = 5
 # an absolute path: at the start of a word, or after = or a space
@@ -53,7 +53,7 @@ PATH = re.compile(r"(?<![\w.:/-])/[\w./-]+")
 
 @dataclass
 class Pod:
-    """One pod, and the process that stands for its container."""
+    """One pod, and the process that replaces its container."""
 
     workload: Document
     address: str
@@ -84,14 +84,14 @@ class Pod:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """Return the most memory that the process ever had."""
+        """Return the process's peak resident memory."""
         assert self.process
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         (peak_kb,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
         return int(peak_kb) * 1024
 
     def answers(self, kind: str) -> bool:
-        """Tell whether a probe succeeds, as the kubelet would ask; a probe that is not there does."""
+        """Return whether a probe succeeds, as the kubelet runs it; an absent probe succeeds."""
         probe = probes(self.container).get(kind)
         if probe is None:
             return True
@@ -103,7 +103,7 @@ class Pod:
         return _listens(self.address, probe["tcpSocket"]["port"], timeout_s)
 
     def is_ready(self) -> bool:
-        """DraftRequest the probes in the kubelet's order."""
+        """Return whether the pod is ready, with the probes in the kubelet's order."""
         if "startupProbe" not in self.started and self.answers("startupProbe"):
             self.started.add("startupProbe")
         return "startupProbe" in self.started and self.answers("readinessProbe")
@@ -115,12 +115,12 @@ class Pod:
 
 
 class LocalCluster:
-    """All pods of rendered manifests, with `models` in the place of the repository's models/."""
+    """All pods of rendered manifests, with `models` instead of the repository's models/."""
 
     def __init__(self, documents: Sequence[Document], folder: Path, models: Path) -> None:
         self._documents = documents
         self._models = models
-        # of 127.0.0.0/8, so that two runs of the tests do not meet
+        # of 127.0.0.0/8, so that two test runs do not collide
         network = f"127.{1 + os.getpid() // 250 % 250}.{os.getpid() % 250}"
         numbers = count(1)
         self.pods = [
@@ -159,14 +159,14 @@ class LocalCluster:
         return endings
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill the remaining processes."""
         for each in self.pods:
             if each.process:
                 each.process.kill()
                 each.process.wait()
 
     def addresses(self, service: str) -> str:
-        """Return what a client's channel would find for a Service."""
+        """Return the addresses that a Service's name resolves to."""
         port = named(self._documents, "Service", service)["spec"]["ports"][0]["targetPort"]
         return self._resolved(service, str(port))
 
@@ -194,7 +194,7 @@ class LocalCluster:
             self._start(each)
 
     def _prepare(self, each: Pod) -> None:
-        """Make the pod's folders: volumes, and what its image has of models."""
+        """Create the pod's folders: volumes, and the models of its image."""
         for mount in each.container.get("volumeMounts", []):
             self._local(each, mount["mountPath"]).mkdir(parents=True)
             self._fill(each, mount)
@@ -220,7 +220,7 @@ class LocalCluster:
         return each.folder / "root" / path.strip("/")
 
     def _translated(self, each: Pod, text: str) -> str:
-        """Replace what is different here: places in the pod, names of Services, and 'everywhere'."""
+        """Replace paths in the pod, names of Services, and wildcard addresses."""
         text = PATH.sub(lambda match: str(self._local(each, match[0])), text)
         for service in of_kind(self._documents, "Service"):
             name = service["metadata"]["name"]

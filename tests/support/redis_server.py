@@ -1,4 +1,4 @@
-"""A real redis-server for tests, and a proxy before it that loses replies, holds them back or cuts the line."""
+"""A real redis-server for tests, and a proxy that drops or delays its replies or cuts connections."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import redis
 
-START_TIMEOUT_S = 60.0  # a bound for a machine that is stuck; it starts in milliseconds
+START_TIMEOUT_S = 60.0  # a limit for a hanging machine; it starts in milliseconds
 COMMAND = "redis-server"
 
 
@@ -32,7 +32,7 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Start, and return once it answers; what was written before a stop or kill is there again if append-only."""
+        """Start, and return once it answers; with append-only persistence, earlier writes are restored."""
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(self._command(), stdout=log, stderr=log)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -49,7 +49,7 @@ class RedisServer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let it answer nothing for a while: its process is stopped, its connections stay."""
+        """Suspend the process: it does not answer, its connections stay open."""
         assert self._process
         self._process.send_signal(signal.SIGSTOP)
         try:
@@ -58,7 +58,7 @@ class RedisServer:
             self._process.send_signal(signal.SIGCONT)
 
     def client(self) -> redis.Redis:
-        """Return a client of its own, which does not go through the store; close it."""
+        """Return a separate client that bypasses the store; the caller closes it."""
         return redis.Redis(port=self.port)
 
     def _end(self, number: signal.Signals) -> None:
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 @contextmanager
 def running_redis(*, append_only: bool = False) -> Iterator[RedisServer]:
-    """Run a redis-server of one's own."""
+    """Run a separate redis-server."""
     with tempfile.TemporaryDirectory(prefix="specdec-redis-") as folder:
         server = RedisServer(Path(folder), append_only=append_only)
         try:
@@ -116,7 +116,7 @@ def running_redis(*, append_only: bool = False) -> Iterator[RedisServer]:
 
 
 class Proxy:
-    """Stands between a client and the server. Its faults hold for the next replies, then it is itself again."""
+    """A TCP proxy to the server. Faults apply to the next replies only."""
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
@@ -134,11 +134,11 @@ class Proxy:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def lose_reply(self, count: int = 1) -> None:
-        """Let the server carry out the next command, and cut the line instead of passing its reply on."""
+        """Let the server execute the next command, and cut the connection instead of forwarding the reply."""
         self.num_to_lose = count
 
     def hold(self) -> None:
-        """Keep replies back until `release`."""
+        """Delay replies until `release`."""
         self.held.clear()
         self._open.clear()
 
@@ -146,12 +146,12 @@ class Proxy:
         self._open.set()
 
     def cut(self) -> None:
-        """End all connections."""
+        """Cut all connections."""
         for writer in self._writers:
             writer.transport.abort()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection."""
+        """Forward one connection."""
         task = asyncio.current_task()
         assert task
         self._tasks.add(task)
@@ -201,7 +201,7 @@ async def _first_of(*ways: object) -> None:
 
 @asynccontextmanager
 async def running_proxy(server: RedisServer) -> AsyncIterator[Proxy]:
-    """Run a proxy before a server."""
+    """Run a proxy to a server."""
     proxy = Proxy(server.port)
     listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
     proxy.port = listener.sockets[0].getsockname()[1]

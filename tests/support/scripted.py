@@ -1,4 +1,4 @@
-"""A GenerationService that does what a test says: one act a call; it can break, repeat, contradict or hang."""
+"""A GenerationService with one scripted handler for each call: it can break, repeat, contradict or hang."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,13 +13,13 @@ from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 
 SESSION = "s-1"
-# what the session holds: each round's tokens, and the text of each token
+# the session's rounds: token ids, and the text of each token
 ROUNDS = [([1, 2], ["Once", " upon"]), ([3], [" a"]), ([4, 5, 6], [" time", " there", ""]), ([7], [" was."])]
 TEXT = "Once upon a time there was."
 TOKENS = (1, 2, 3, 4, 5, 6, 7)
 
 Send = Callable[..., Awaitable[None]]
-Act = Callable[[Any, Send, Any], Awaitable[None]]
+Handler = Callable[[Any, Send, Any], Awaitable[None]]
 
 
 def digest_at(end: int) -> bytes:
@@ -27,7 +27,7 @@ def digest_at(end: int) -> bytes:
 
 
 def chunk(begin: int, last: int | None = None, **changes: Any) -> dict[str, Any]:
-    """The fields of rounds `begin` to `last` in one chunk."""
+    """Return the fields of one chunk with rounds `begin` to `last`."""
     rounds = ROUNDS[begin : (begin if last is None else last) + 1]
     offset = sum(len(tokens) for tokens, _ in ROUNDS[:begin])
     tokens = [token for ids, _ in rounds for token in ids]
@@ -52,10 +52,10 @@ def chunk(begin: int, last: int | None = None, **changes: Any) -> dict[str, Any]
     return fields | changes
 
 
-def sends(*chunks: dict[str, Any], then: errors.SpecdecError | grpc.StatusCode | None = None) -> Act:
-    """An act that sends these chunks, then ends the call: well, with an error of ours, or with a bare status."""
+def sends(*chunks: dict[str, Any], then: errors.SpecdecError | grpc.StatusCode | None = None) -> Handler:
+    """Return a handler that sends these chunks, then ends the call: with OK, a SpecdecError or a bare status."""
 
-    async def act(request: Any, send: Send, context: Any) -> None:
+    async def handler(request: Any, send: Send, context: Any) -> None:
         for fields in chunks:
             await send(**fields)
         if isinstance(then, errors.SpecdecError):
@@ -63,24 +63,24 @@ def sends(*chunks: dict[str, Any], then: errors.SpecdecError | grpc.StatusCode |
         if then is not None:
             await context.abort(then, "gone")
 
-    return act
+    return handler
 
 
 WHOLE = [chunk(number) for number in range(len(ROUNDS))]
 
 
 class Service(generation_pb2_grpc.GenerationServiceServicer):
-    """Plays one act a call and keeps what it was asked."""
+    """Answers each call with the next handler and records the requests."""
 
     def __init__(self) -> None:
-        self.acts: list[Act] = []
-        self.asked: list[Any] = []
+        self.handlers: list[Handler] = []
+        self.requests: list[Any] = []
 
     async def Generate(self, request: Any, context: Any) -> None:  # type: ignore[override]  # writes by itself
-        await self._play(request, context, pb.GenerateResponse)
+        await self._stream(request, context, pb.GenerateResponse)
 
     async def Resume(self, request: Any, context: Any) -> None:  # type: ignore[override]  # writes by itself
-        await self._play(request, context, lambda **fields: pb.ResumeResponse(chunk=pb.GenerateResponse(**fields)))
+        await self._stream(request, context, lambda **fields: pb.ResumeResponse(chunk=pb.GenerateResponse(**fields)))
 
     async def GetSession(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
@@ -91,12 +91,12 @@ class Service(generation_pb2_grpc.GenerationServiceServicer):
     async def GetModel(self, request: Any, context: Any) -> Any:
         return await self._answer(request, context)
 
-    async def _play(self, request: Any, context: Any, kind: Any) -> None:
+    async def _stream(self, request: Any, context: Any, kind: Any) -> None:
         async def send(**fields: Any) -> None:
             await context.write(kind(**fields))
 
-        self.asked.append(request)
-        await self.acts.pop(0)(request, send, context)
+        self.requests.append(request)
+        await self.handlers.pop(0)(request, send, context)
 
     async def _answer(self, request: Any, context: Any) -> Any:
         answers: list[Any] = []
@@ -104,8 +104,8 @@ class Service(generation_pb2_grpc.GenerationServiceServicer):
         async def send(answer: Any) -> None:
             answers.append(answer)
 
-        self.asked.append(request)
-        await self.acts.pop(0)(request, send, context)
+        self.requests.append(request)
+        await self.handlers.pop(0)(request, send, context)
         return answers[0]
 
 

@@ -1,4 +1,4 @@
-"""A coordinator over a store whose workers are toys: the production coordinator, registry and rounds, no network."""
+"""A coordinator with toy workers and a real store: production service, registry and rounds, no network."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -28,11 +28,11 @@ SEED = 11
 LENGTH = 24
 PROMPT = (1,)
 SAMPLING = SamplingParams(seed=SEED, max_new_tokens=LENGTH)
-MAX_TURNS = 100_000  # of the event loop: what has not happened by then never will
+MAX_TURNS = 100_000  # of the event loop; longer waits fail the test
 
 
 class Drafter(ToyDrafter):
-    """A toy that counts its ends."""
+    """A toy drafter that counts how it was closed."""
 
     num_closed = num_abandoned = 0
 
@@ -44,7 +44,7 @@ class Drafter(ToyDrafter):
 
 
 class Scorer(ToyScorer):
-    """A toy that counts its ends, and waits or fails where the test says."""
+    """A toy scorer that counts how it was closed, and waits or fails on request."""
 
     num_closed = num_abandoned = 0
     before: Callable[[int], Any]
@@ -61,7 +61,7 @@ class Scorer(ToyScorer):
 
 
 class Gate:
-    """Lets rounds pass that begin before `limit` completion tokens, and the others when it is opened."""
+    """Lets rounds pass that begin before `limit` completion tokens; blocks the others until it is opened."""
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.opened = limit, asyncio.Event()
@@ -73,7 +73,7 @@ class Gate:
 
 
 class ToyWorkers:
-    """Opens toy scorers and drafters, and remembers them."""
+    """Opens toy scorers and drafters, and keeps a list of them."""
 
     def __init__(self) -> None:
         self.before: Callable[[int], Any] = Gate()
@@ -87,7 +87,7 @@ class ToyWorkers:
         return [(handle.num_closed, handle.num_abandoned) for handle in handles]
 
     def open(self, session: SessionOpening, *rest: object) -> Any:
-        """Return a scorer to the one who asks for a target's, a drafter to the one who asks for a draft's."""
+        """Return a scorer for a target connection, a drafter for a draft connection."""
         return self._drafter() if isinstance(rest[0], str) else self._scorer()
 
     def _scorer(self) -> Scorer:
@@ -108,17 +108,17 @@ class ToyCapabilities:
     drafters = ("toy",)
 
     def check_tokenizer(self, model: ModelInfo) -> None:
-        """Every model has the same."""
+        """Accept every tokenizer."""
 
     def ask_soon(self) -> None:
-        """Nothing changes."""
+        """Do nothing."""
 
     def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
         return "toy", OfferedDrafter(self.target)
 
 
 class ToyCoordinator(Coordinator):
-    """A coordinator of toys over a store; two over one store are two coordinators."""
+    """A coordinator with toy workers over a store; two of them may share the store."""
 
     def __init__(self, store: SessionStore, maximum: int = 8) -> None:
         self.store, self.running, self.toys = store, RunningGenerations(maximum), ToyWorkers()
@@ -134,7 +134,7 @@ class ToyCoordinator(Coordinator):
         await self.store.create(session_id, b"", request.SerializeToString(), EncodedPrompt(PROMPT, chain(b"", PROMPT)))
 
     async def tokens(self, session_id: str, offset: int = 0, digest: bytes = b"") -> list[int]:
-        """Follow to the end."""
+        """Return all tokens of a session, to its end."""
         async with aclosing(self.follow(session_id, offset, digest)) as chunks:
             return [token async for chunk, _ in chunks for token in tokens_of(chunk)]
 
@@ -156,21 +156,21 @@ def generation_tasks() -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let other tasks run until something is so."""
+    """Let other tasks run until a condition holds."""
     for _ in range(MAX_TURNS):
         if condition():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it never came to that")
+    raise AssertionError("the condition did not become true")
 
 
 async def take(chunks: Chunks, count: int) -> list[int]:
-    """Read chunks until there are at least so many tokens."""
+    """Read chunks until there are at least `count` tokens."""
     return (await take_last(chunks, count))[0]
 
 
 async def take_last(chunks: Chunks, count: int) -> tuple[list[int], CommittedChunk]:
-    """Read chunks until there are at least so many tokens; return them and the last chunk."""
+    """Read chunks until there are at least `count` tokens; return them and the last chunk."""
     tokens: list[int] = []
     while len(tokens) < count:
         chunk, _ = await anext(chunks)
@@ -179,6 +179,6 @@ async def take_last(chunks: Chunks, count: int) -> tuple[list[int], CommittedChu
 
 
 async def read_into(tokens: list[int], chunks: Chunks) -> None:
-    """Append every token as it comes."""
+    """Append every token as it arrives."""
     async for chunk, _ in chunks:
         tokens += tokens_of(chunk)

@@ -1,4 +1,4 @@
-"""Toys with known distributions: Markov draft and target over a handful of tokens, driven through the production loop.
+"""Toy models with known distributions: Markov draft and target over a few tokens, run through the production loop.
 
 They use the production sampling code, keys and supports; only the models are matrices.
 """
@@ -28,7 +28,7 @@ VOCAB_SIZE = 5
 NUM_TOKENS = 4
 MAX_DRAFT_TOKENS = 5  # for automatic K
 DRAFT_S, SCORE_S = 0.01, 0.05  # the cost of a draft token and of a score: K = 3 is best at the prior rate
-PROMPT = (0, 1, 4, 2, 1, 3, 0)  # each token has followed another, so that n-gram drafts never run dry
+PROMPT = (0, 1, 4, 2, 1, 3, 0)  # every token occurs with a successor, so n-gram lookup always finds a draft
 
 History = tuple[int, ...]
 Answer = tuple[list[list[float]], torch.Tensor]  # target probabilities on the unions, distributions off them [N + 1, V]
@@ -97,12 +97,12 @@ class ToyDrafter:
         return draw(distribution, randomness.uniform(self.seed, Key(committed_length, index, Purpose.DRAFT)))
 
     def observe(self, observations: Observations) -> None:
-        """Ignore them."""
+        """Ignore observations."""
 
 
 @dataclass(slots=True)
 class RepeatingDrafter(ToyDrafter):
-    """Drafts as n-gram lookup does: the token that last followed the last one, for certain; else nothing."""
+    """Drafts as n-gram lookup does: the token that last followed the last one, one-hot; else nothing."""
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
         """Return at most K tokens with one-hot distributions."""
@@ -123,12 +123,12 @@ def last_follower(history: Sequence[int]) -> int | None:
 
 @dataclass(slots=True)
 class FlakyDrafter(ToyDrafter):
-    """Drafts, but its worker is away at every second call, and at others from the second token on."""
+    """Drafts nothing in every second call, and sometimes only one token, as if its worker were unavailable."""
 
     calls: int = 0
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        """Return a proposal, a short one, or none."""
+        """Return a proposal, a shorter one, or none."""
         self.calls += 1
         if (self.seed + self.calls) % 2:
             return Drafted()
@@ -138,10 +138,10 @@ class FlakyDrafter(ToyDrafter):
 
 @dataclass(slots=True)
 class TreeDrafter(ToyDrafter):
-    """Drafts a tree of K tokens, breadth first; siblings are drawn, certain, and drawn again.
+    """Drafts a tree of K tokens, breadth first; siblings are drawn, deterministic, and drawn again.
 
     The first child of a position is drawn, the second is the most probable of the other tokens, chosen without a draw,
-    and the third is drawn once more, so that it may repeat the first.
+    and the third is drawn again and may repeat the first.
     """
 
     branching: tuple[int, ...] = (3, 2, 1)  # children of a position, by depth
@@ -176,7 +176,7 @@ class TreeDrafter(ToyDrafter):
 
 @dataclass(slots=True)
 class StemDrafter(TreeDrafter):
-    """Drafts a chain of two that then branches."""
+    """Drafts a chain of two tokens, then branches."""
 
     branching: tuple[int, ...] = (1, 1, 2, 1)
 
@@ -215,7 +215,7 @@ class ObservingDrafter(ToyDrafter):
 
 @dataclass(slots=True)
 class LosingDrafter(ObservingDrafter):
-    """Loses most observations on the way to its worker, which forgets what it learned now and then."""
+    """Loses most observations, and sometimes clears what it learned."""
 
     def observe(self, observations: Observations) -> None:
         """Learn from every third observation."""
@@ -241,7 +241,7 @@ class ToyScorer:
         return Scored(Scores(tuple(map(TargetDistribution, probs, masses, tokens))), SCORE_S)
 
     def answer(self, committed: History, proposal: Proposal) -> Answer:
-        """Return what does not depend on the seed; remembered, since generations are many and histories few."""
+        """Return what does not depend on the seed; cached, because histories repeat."""
         unions = proposal.unions()
         key = committed, proposal.tokens, proposal.parents, tuple(unions)
         if key not in self.model.answers:
@@ -272,7 +272,7 @@ class ToyScorer:
 
 @dataclass(slots=True)
 class ObservedScorer(ToyScorer):
-    """Also sends its most probable next token at the last committed token and at each draft token."""
+    """Also observes its most probable next token at the last committed token and at each draft token."""
 
     async def score(self, committed: list[int], proposal: Proposal) -> Scored:
         """Return the answers with observations."""
@@ -299,8 +299,8 @@ def new_generation(model: ToyModel, seed: int, num_tokens: int) -> Generation:
     return Generation(model.prompt, replace(model.sampling, seed=seed), limits, NoText())
 
 
-class Play(NamedTuple):
-    """A whole generation."""
+class GenerationResult(NamedTuple):
+    """The tokens and the acceptance counts of a finished generation."""
 
     tokens: History
     num_drafted: int  # in the first round
@@ -309,23 +309,23 @@ class Play(NamedTuple):
     total_accepted: int
 
 
-async def play(
+async def generate_text(
     drafter: ToyDrafter,
     scorer: ToyScorer,
     draft_length: DraftLength,
     num_tokens: int = NUM_TOKENS,
     rule: AcceptanceRule | None = None,
-) -> Play:
+) -> GenerationResult:
     """Generate through the production loop."""
     generation = new_generation(scorer.model, scorer.seed, num_tokens)
     rounds: list[Round] = []
 
-    async def commit(played: Round) -> None:
-        rounds.append(played)
+    async def commit(finished_round: Round) -> None:
+        rounds.append(finished_round)
 
     await run_rounds(generation, RoundParts(drafter, scorer, rule or TokenRule(), draft_length), commit)
     first, last = rounds[0].statistics, rounds[-1].statistics
-    return Play(
+    return GenerationResult(
         tuple(entry.token for entry in generation.emitted),
         first.num_draft_tokens,
         first.num_accepted_tokens,
@@ -335,21 +335,21 @@ async def play(
 
 
 @dataclass
-class Ledger:
-    """Writes down every draw, under the key that it comes from."""
+class DrawRecorder:
+    """Records the key of every draw."""
 
     draw: Callable[[int, Key], float] = randomness.uniform
     key_of: Callable[[Key], Key] = lambda key: key
     entries: list[tuple[int, Key]] = field(default_factory=list)
 
     def uniform(self, seed: int, key: Key) -> float:
-        """Draw, and note it."""
+        """Draw, and record the key."""
         key = self.key_of(key)
         self.entries.append((seed, key))
         return self.draw(seed, key)
 
-    def installed(self, monkeypatch: pytest.MonkeyPatch) -> "Ledger":
-        """Note every draw of the production code and the toys."""
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> "DrawRecorder":
+        """Record every draw of the production code and the toys."""
         for module in (randomness, generation_module):
             monkeypatch.setattr(module, "uniform", self.uniform)
         return self
@@ -359,7 +359,7 @@ class Ledger:
 
 
 def random_distributions(count: int, vocab_size: int = 1000) -> list[SparseDistribution]:
-    """Return distributions of every peakedness, as a draft worker makes them."""
+    """Return draft distributions of every entropy, as a draft worker makes them."""
     generator = torch.Generator().manual_seed(3)
     scale = torch.logspace(-1, 2, count)[:, None]
     logits = torch.randn(count, vocab_size, generator=generator) * scale
@@ -374,7 +374,7 @@ def num_redrawn(drawn: Sequence[SparseDistribution], shipped: Sequence[SparseDis
 
 
 def sharp_uniforms(distribution: SparseDistribution) -> list[float]:
-    """Return uniforms at random, and those nearest to where the draw changes."""
+    """Return random uniforms, and those nearest to where the drawn token changes."""
     changes = np.cumsum(np.asarray(distribution.probs, dtype=np.float64)) / np.sum(distribution.probs)
     near = [np.nextafter(changes, 0), changes, np.nextafter(changes, 1)]
     uniforms = [*np.concatenate(near).tolist(), *randomness.uniforms(3, 9, 5, Purpose.DRAFT)]

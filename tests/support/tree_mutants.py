@@ -1,4 +1,4 @@
-"""Planted mistakes of trees, enumerated as those of mutants.py are: two rounds or more of a small tree."""
+"""Planted bugs in trees, enumerated like those of mutants.py: two or more rounds of a small tree."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -52,12 +52,12 @@ TWO_CHAINS: Shape = ((LEAF,), (LEAF,))
 
 @dataclass(frozen=True)
 class TreeMutant(TreeEnumeration):
-    """An enumerated mistake."""
+    """An enumerated bug."""
 
     pair: Pair = WHOLE
     shape: Shape = TWO_LEVELS
     total_variation: float = 0.0
-    num_draft_tokens: int = 0  # the shape says it
+    num_draft_tokens: int = 0  # the shape determines it
 
     def production(self) -> Enumeration:
         """Return the production rule on the same trees."""
@@ -68,15 +68,15 @@ class TreeByParts:
     """The token rule, in parts that a mutant replaces."""
 
     def after(self, remainder: Remainder, draft: SparseDistribution) -> Remainder:
-        """Return what is left after a rejection."""
+        """Return the residual after a rejection."""
         return remainder.after_rejecting(draft)
 
     def tested(self, remainders: Sequence[Remainder]) -> Remainder:
-        """Return what the next sibling is tested against, of all that were left so far."""
+        """Return the residual that the next sibling is tested against, given all residuals so far."""
         return remainders[-1]
 
     def closing(self, remainders: Sequence[Remainder]) -> Remainder:
-        """Return what the closing token is drawn from."""
+        """Return the residual that the closing token is drawn from."""
         return remainders[-1]
 
     def closed(self, verdict: Verdict, proposal: Proposal, scores: Scores) -> Verdict:
@@ -84,7 +84,7 @@ class TreeByParts:
         return verdict
 
     def remainders(self, proposal: Proposal, scores: Scores, position: int) -> list[Remainder]:
-        """Return what is left of the target's distribution before each child of a position, and after all."""
+        """Return the residual before each child of a position, and after the last one."""
         remainders = [Remainder.at(proposal.unions()[position], scores.positions[position])]
         for child in proposal.children()[position]:
             remainders.append(self.after(remainders[-1], proposal.distributions[child]))
@@ -122,7 +122,7 @@ class TreeByParts:
 
 @dataclass(frozen=True)
 class TreeInParts(TreeMutant):
-    """No mistake: the parts below are the token rule."""
+    """Control, exact: the token rule in parts."""
 
     rule: AcceptanceRule = field(default_factory=TreeByParts)
 
@@ -187,7 +187,7 @@ class CloseFromFirst(TreeByParts):
     """Closes from the residual of the first sibling only."""
 
     def closing(self, remainders: Sequence[Remainder]) -> Remainder:
-        """Return what was left after the first rejection."""
+        """Return the residual after the first rejection."""
         return remainders[min(1, len(remainders) - 1)]
 
 
@@ -314,7 +314,7 @@ class DiscardsUnlikelySiblings(TreeMutant):
 
 @dataclass(frozen=True)
 class MergesEqualSiblings(TreeMutant):
-    """Draws siblings independently, and leaves out those that repeat an elder one."""
+    """Draws siblings independently, and leaves out those that repeat an earlier one."""
 
     total_variation: float = 0.0539
 
@@ -354,7 +354,7 @@ class ShipsDistributionWithReplacement(TreeMutant):
 
 @dataclass(frozen=True)
 class TailOutsideFirstSupport(TreeMutant):
-    """Sums the tail outside the first child's support only, so that a later child's tokens count twice."""
+    """Sums the tail outside the first child's support only, so a later child's tokens count twice."""
 
     pair: Pair = SPARSE
     siblings: Siblings = from_two_drafters
@@ -393,7 +393,7 @@ class ReadsTreeAsChain(TreeMutant):
 
 @dataclass(frozen=True)
 class SeesSiblings(TreeMutant):
-    """Lets a node's distribution depend on an elder sibling: a position by index instead of by depth."""
+    """Lets a node's distribution depend on an earlier sibling: a position by index instead of by depth."""
 
     total_variation: float = 0.0662
 

@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     distribution: SparseDistribution
 
 
-# takes a position's draft distribution and the elder siblings; returns None where there is no further candidate
+# takes a position's draft distribution and the earlier siblings; returns None where there is no further candidate
 Siblings = Callable[[SparseDistribution, Sequence[Candidate], Draws], Candidate | None]
 
 
@@ -54,7 +54,7 @@ def independent(draft: SparseDistribution, elder: Sequence[Candidate], draws: Dr
 
 
 def without_replacement(draft: SparseDistribution, elder: Sequence[Candidate], draws: Draws) -> Candidate | None:
-    """Draw from what the elder siblings left, renormalised."""
+    """Draw without the tokens of the earlier siblings, renormalised."""
     left = without(elder[-1].distribution, elder[-1].token) if elder else draft
     return Candidate(draws.token(left), left) if left else None
 
@@ -67,7 +67,7 @@ def most_probable(draft: SparseDistribution, elder: Sequence[Candidate], draws: 
 
 
 def drawn_then_certain(draft: SparseDistribution, elder: Sequence[Candidate], draws: Draws) -> Candidate | None:
-    """Draw one; then take the most probable of the other tokens."""
+    """Draw one; then take the most probable other token."""
     if not elder:
         return independent(draft, elder, draws)
     tried = {candidate.token for candidate in elder}
@@ -92,12 +92,12 @@ def other_draft(draft: SparseDistribution) -> SparseDistribution:
 
 
 def repeated(draft: SparseDistribution, elder: Sequence[Candidate], draws: Draws) -> Candidate | None:
-    """Draw one; then offer the same token again, as certain: it was rejected for good."""
+    """Draw one; then offer the same token again, one-hot: it can no longer be accepted."""
     return Candidate(elder[0].token, one_hot(elder[0].token)) if elder else independent(draft, elder, draws)
 
 
 def until_likely(draft: SparseDistribution, elder: Sequence[Candidate], draws: Draws) -> Candidate | None:
-    """Draw on as long as the tokens drawn are not the most probable one."""
+    """Draw until the most probable token is drawn."""
     likely = any(prob_of(draft, candidate.token) == max(draft.probs) for candidate in elder)
     return None if likely else without_replacement(draft, elder, draws)
 
@@ -145,13 +145,13 @@ class TreeEnumeration(Enumeration):
     siblings: Siblings = independent
 
     def propose(self, history: History, num_draft_tokens: int, draws: Draws) -> Proposal:
-        """Draft a tree: all children of a position, then what is below the first of them, and so on."""
+        """Draft a tree: all children of a position, then the subtree of the first of them, and so on."""
         tree = GrowingTree()
         self.grow(tree, self.shape, history, 0, draws)
         return tree.proposal()
 
     def grow(self, tree: GrowingTree, shape: Shape, text: History, position: int, draws: Draws) -> None:
-        """Add what is below a position."""
+        """Add the subtree of a position."""
         candidates = self.kept(self.candidates(text, len(shape), draws))
         positions = [tree.add(candidate, position) for candidate in candidates]
         for candidate, below, after in zip(candidates, shape, positions, strict=False):

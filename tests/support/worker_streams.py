@@ -1,4 +1,4 @@
-"""Streams to one worker, as a coordinator holds them: a worker on a channel, and a session's stream to it."""
+"""Streams to one worker, as a coordinator opens them."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -34,7 +34,7 @@ async def connected_target(model: Path, **settings: object) -> AsyncIterator[grp
 
 @asynccontextmanager
 async def connected_draft(model: Path | None, **settings: object) -> AsyncIterator[grpc.aio.Channel]:
-    """Serve a draft worker and connect to it; it drafts ahead only where it is told to."""
+    """Serve a draft worker and connect to it; it drafts ahead only if told to."""
     values = {"kv_cache_bytes": 8 << 20, "drafters": "model,ngram", "draft_ahead": False}
     async with serving_draft(model, **values | settings) as address, open_channel(address) as channel:
         yield channel
@@ -48,7 +48,7 @@ class WorkerStream(Generic[RequestT, ResponseT]):
         self._opening: RequestT | None = opening
 
     async def open(self) -> None:
-        """Send the opening, unless it was sent."""
+        """Send the opening once."""
         if self._opening is not None:
             await self._call.write(self._opening)
             self._opening = None
@@ -81,13 +81,13 @@ class WorkerStream(Generic[RequestT, ResponseT]):
         assert await self.read() is None
 
     async def fail(self, message: RequestT) -> grpc.aio.AioRpcError:
-        """Return the error that this message ends the stream with."""
+        """Send a message; return the error that ends the stream."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.send(message)
         return caught.value
 
     async def refused(self) -> grpc.aio.AioRpcError:
-        """Return the error that the opening ends the stream with; nothing is written after it."""
+        """Send the opening; return the error that ends the stream."""
         await self.open()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.read()
@@ -122,7 +122,7 @@ class TargetStream(WorkerStream[target_pb2.ScoreRequest, target_pb2.ScoreRespons
         draft: Sequence[int] = (),
         supports: Sequence[Sequence[int]] = (),
     ) -> target_pb2.ScoreResponse:
-        """Play one round."""
+        """Run one round."""
         return await self.ask(
             score_request(start=start, tokens=tokens, draft_tokens=draft, supports=packed_supports(*supports))
         )
@@ -148,7 +148,7 @@ class DraftStream(WorkerStream[draft_pb2.ProposeRequest, draft_pb2.ProposeRespon
         super().__init__(draft_pb2_grpc.DraftServiceStub(channel).Propose(), draft_pb2.ProposeRequest(open=opening))
 
     async def propose(self, start: int, tokens: Sequence[int], count: int) -> draft_pb2.ProposeResponse:
-        """Play one round."""
+        """Run one round."""
         return await self.ask(propose_request(start=start, tokens=tokens, num_draft_tokens=count))
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of both workers share."""
+"""Fixtures of both workers' tests."""
 
 import math
 from collections import defaultdict

@@ -83,7 +83,7 @@ def logprobs_for(proposal: Proposal, tails: list[int]) -> tuple[PositionLogprobs
     )
 
 
-# ---- there and back
+# ---- round trips
 
 
 @PROPERTY
@@ -157,7 +157,7 @@ def test_incomplete_openings_are_refused(change: dict[str, Any]) -> None:
         session_stream.check_open(message, VOCAB_SIZE)
 
 
-# ---- what workers get wrong
+# ---- malformed answers of workers
 
 GOOD = [SparseDistribution((1, 2), (0.25, 0.75)), SparseDistribution((3,), (1.0,))]
 PROPOSAL = Proposal((2, 3), tuple(GOOD))

@@ -38,7 +38,7 @@ from tests.workers.conftest import NUM_TOKENS, Forwards, Reference
 
 SUPPORT_MASS, SUPPORT_MAX = 0.9, 40
 
-in_module_loop = pytest.mark.asyncio(loop_scope="module")  # where the shared worker lives
+in_module_loop = pytest.mark.asyncio(loop_scope="module")  # the event loop of the shared worker
 
 
 @asynccontextmanager
@@ -262,7 +262,7 @@ async def until_fed(sizes: list[int], expected_sizes: list[int]) -> None:
 
 
 def guess_of(reference: Reference, text: Sequence[int]) -> int:
-    """Return the likeliest next token."""
+    """Return the most probable next token."""
     return int(reference(text)[-1].argmax())
 
 
@@ -306,7 +306,7 @@ async def test_rounds_drafted_ahead_equal_rounds_drafted_on_request(
 async def test_a_wrong_guess_leaves_no_trace(
     kept: int, ahead_channel: grpc.aio.Channel, names: Iterator[str], reference: Reference, forwards: Forwards
 ) -> None:
-    """Whatever was accepted of the proposal, and closed by another token than was guessed."""
+    """For any number of accepted tokens, with another closing token than guessed."""
     name = next(names)
     stream = DraftStream(ahead_channel, name)
     drafted = decoded(await stream.propose(0, PROMPT, 3), 3).tokens
@@ -322,7 +322,7 @@ async def test_a_wrong_guess_leaves_no_trace(
 async def test_drafts_ahead_of_another_epoch_are_discarded(
     ahead_channel: grpc.aio.Channel, names: Iterator[str], reference: Reference, forwards: Forwards
 ) -> None:
-    """The new owner's seed is another here, so that its rounds are other rounds."""
+    """The new owner has another seed here, so that its rounds differ."""
     name, other = next(names), SamplingParams(seed=8)
     drafted = decoded(await DraftStream(ahead_channel, name).propose(0, PROMPT, 2), 2).tokens
     await until_fed(forwards.by_session[name], [6, 1, 1, 2, 1])
@@ -376,7 +376,7 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
         ask = DraftRequest(0, PROMPT, 8)
         drafted = await drafter.propose(first, ask, match=False)
         asking = asyncio.create_task(drafter.propose(second, ask, match=False))
-        await asyncio.sleep(0)  # it asks now
+        await asyncio.sleep(0)  # a request is waiting now
         drafter.draft_ahead(first, ask, drafted.proposal)
         await asking
         assert forwards.by_session["first"] == [6, *[1] * 7], "nothing was drafted ahead"
@@ -487,7 +487,7 @@ async def test_ngram_sessions_need_no_vocabulary_or_model() -> None:
 
 
 def test_an_ngram_worker_never_imports_torch() -> None:
-    """It serves, drafts, and ends, in a process of its own."""
+    """It serves, drafts, and ends, in a separate process."""
     program = """
 import asyncio, sys
 from specdec.serving.telemetry import configure_logs

@@ -40,7 +40,7 @@ def test_copies_have_the_same_fingerprint(folder: Path, copy: Path) -> None:
     assert model_fingerprint(folder, NUMBERS) == model_fingerprint(copy, NUMBERS)
 
 
-def test_who_saved_the_model_does_not_matter(folder: Path, copy: Path) -> None:
+def test_the_saving_program_does_not_matter(folder: Path, copy: Path) -> None:
     edit(copy / "config.json", _name_or_path="/other", transformers_version="9")
     assert model_fingerprint(folder, NUMBERS) == model_fingerprint(copy, NUMBERS)
 

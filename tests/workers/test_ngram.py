@@ -42,8 +42,8 @@ def looked_up(text: Sequence[int], shortest: int, longest: int, count: int) -> l
         ([1, 2, 3], []),
         ([1, 1], [1, 1, 1]),
         ([1, 2, 1], [2, 1, 2]),
-        ([1, 2, 3, 9, 8, 1, 2], [3, 9, 8]),  # a pair beats a single token
-        ([2, 7, 1, 2, 8, 1, 2, 9, 2], [9, 2, 9]),  # of equals the latest
+        ([1, 2, 3, 9, 8, 1, 2], [3, 9, 8]),  # a pair is preferred to a single token
+        ([2, 7, 1, 2, 8, 1, 2, 9, 2], [9, 2, 9]),  # of equal lengths, the latest
         ([1, 2, 3, 4, 5, 0, 2, 3, 4, 6, 1, 2, 3, 4], [5, 0, 2]),  # the longer, though earlier
     ],
 )
@@ -75,7 +75,7 @@ def test_truncation_leaves_no_trace(edits: list[tuple[int, list[int]]]) -> None:
 
 
 async def ask(drafter: NgramDrafter, name: str, start: int, tokens: Sequence[int], count: int = 3) -> DraftResult:
-    """Play one round."""
+    """Run one round."""
     return await drafter.propose(
         WorkerSession(name, 1, SamplingParams(seed=1), 0), DraftRequest(start, tokens, count), match=False
     )
@@ -98,7 +98,7 @@ async def test_rounds_draft_from_the_current_text_only(rounds: list[tuple[int, l
 
 
 async def test_a_long_text_is_taken_in_pieces() -> None:
-    """Longer than a piece of work, and every piece counts."""
+    """Longer than one piece; every piece counts towards the limit."""
     text = [token * token % 1009 for token in range(5000)]
     drafted = await ask(NgramDrafter(1, 4), "s", 0, text)
     assert list(drafted.proposal.tokens) == index_of(text).continuation(3)
@@ -112,7 +112,7 @@ async def test_sessions_are_separate_and_forget_frees_them() -> None:
     assert (await ask(drafter, "a", 3, [1])).cached_len == 0
 
 
-async def test_the_least_recently_used_text_goes_first() -> None:
+async def test_the_least_recently_used_text_is_evicted() -> None:
     drafter = NgramDrafter(1, 4, max_held_tokens=1000)
     for name in ("a", "b", "a", "c"):
         await ask(drafter, name, 0, list(range(400)))

@@ -47,7 +47,7 @@ async def channel(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
         yield connected
 
 
-in_module_loop = pytest.mark.asyncio(loop_scope="module")  # where the shared worker lives
+in_module_loop = pytest.mark.asyncio(loop_scope="module")  # the event loop of the shared worker
 
 
 def decoded(answer: pb.ScoreResponse, supports: Sequence[Sequence[int]] = SUPPORTS) -> Scores:
@@ -57,7 +57,7 @@ def decoded(answer: pb.ScoreResponse, supports: Sequence[Sequence[int]] = SUPPOR
 
 
 def values(answer: pb.ScoreResponse) -> tuple[object, ...]:
-    """Everything of an answer but times."""
+    """All fields of an answer except times."""
     return answer.support_probs, answer.tail_mass, answer.tail_tokens, answer.cached_len, list(answer.logprobs)
 
 
@@ -167,7 +167,7 @@ async def test_log_probabilities_are_the_models_own(
 async def test_truncated_and_appended_text_scores_as_new(
     channel: grpc.aio.Channel, names: Iterator[str], reference: Reference
 ) -> None:
-    """Rejected draft tokens, deltas and prefixes: only the text counts."""
+    """Rejected draft tokens, deltas and prefixes: only the text matters."""
     stream = TargetStream(channel, next(names))
     await stream.score(0, PROMPT, DRAFT, SUPPORTS)
     text = PROMPT
@@ -318,7 +318,7 @@ async def test_closing_a_fenced_stream_frees_nothing(channel: grpc.aio.Channel, 
     assert (await new.score(6, [3])).cached_len == 7
 
 
-def test_the_fence_forgets_the_least_recent_sessions() -> None:
+def test_the_fence_drops_the_least_recent_sessions() -> None:
     claims = EpochFence(max_sessions=2)
 
     def session(name: str, epoch: int) -> WorkerSession:
@@ -537,7 +537,7 @@ def test_eos_tokens(generation: str | None, config: str | None, expected: tuple[
 
 @in_module_loop
 async def test_a_session_of_another_model_is_refused(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
-    """This is checked first: the epoch of the refused opening is not remembered."""
+    """This is checked first: the epoch of the refused opening is not recorded."""
     name = next(names)
     served = (await target_pb2_grpc.TargetServiceStub(channel).GetTarget(pb.GetTargetRequest())).model.fingerprint
     assert len(served) == 32
@@ -550,7 +550,7 @@ async def test_a_session_of_another_model_is_refused(channel: grpc.aio.Channel, 
 
 @in_module_loop
 async def test_an_engine_without_progress_is_not_serving() -> None:
-    """Health is NOT_SERVING while a forward hangs, and SERVING again when it goes on."""
+    """Health is NOT_SERVING while a forward hangs, and SERVING again when it continues."""
     hanging, loop = asyncio.Event(), asyncio.get_running_loop()
     model = HungModel(lambda: loop.call_soon_threadsafe(hanging.set))
     engine: EngineLoop[Any] = EngineLoop(model, finish_all)
@@ -561,7 +561,7 @@ async def test_an_engine_without_progress_is_not_serving() -> None:
             try:
                 yield
             finally:
-                model.gate.set()  # a test that failed would wait for the engine for ever otherwise
+                model.gate.set()  # otherwise a failing test would wait for the engine forever
 
     async with (
         serving(TargetSettings(model="none", port=0, drain_s=0), SERVICE, build_hung) as server,

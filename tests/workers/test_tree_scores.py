@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WINDOW = 4
 SHARED = SparseDistribution((11, 12, 200), (0.5, 0.25, 0.25))
 OTHER = SparseDistribution((12, 40), (0.5, 0.5))
-# two drawn siblings and a chosen one at the root, one of which comes twice; then two levels below the second
+# two drawn siblings and a one-hot one at the root, one of them repeated; then two levels below the second
 TREE = Proposal(
     tokens=(11, 12, 12, 40, 30, 31),
     distributions=(SHARED, SHARED, OTHER, OTHER, one_hot(30), one_hot(31)),
@@ -72,7 +72,7 @@ def assert_equal(scores: Scores, other: Scores) -> None:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 async def test_positions_score_as_on_their_own_path(name: str, channel: grpc.aio.Channel, names: Iterator[str]) -> None:
-    """A tree position has the target's distribution after its path, whatever its siblings are."""
+    """A tree position has the target's distribution after its path, independent of its siblings."""
     scores = await scored(TargetStream(channel, next(names), PARAMETERS[name]), 0, PROMPT, TREE)
     for position, union in enumerate(TREE.unions()):
         path = [TREE.tokens[index] for index in path_to(position, TREE.tree)]
@@ -142,7 +142,7 @@ async def test_later_rounds_observe_only_new_tokens(channel: grpc.aio.Channel, n
     assert (scores.observations.start, len(scores.observations)) == (len(PROMPT) + 1, 1 + len(TREE))
 
 
-async def test_nothing_is_observed_unasked(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+async def test_nothing_is_observed_unless_requested(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
     scores = await scored(TargetStream(channel, next(names)), 0, PROMPT, TREE)
     assert scores.observations is None
 

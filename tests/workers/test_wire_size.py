@@ -1,4 +1,4 @@
-"""A round costs kilobytes on the wire, whatever the vocabulary: measured on serialised messages."""
+"""A round costs kilobytes on the wire, independent of the vocabulary: measured on serialised messages."""
 
 import pytest
 import torch

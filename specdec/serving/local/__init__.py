@@ -1,10 +1,10 @@
-"""All of specdec on this machine, each service a process of its own, on loopback: what `specdec up` runs.
+"""All of specdec on this machine, each service in its own process, on loopback: what `specdec up` runs.
 
     async with running(Options(target="models/target", draft="models/draft"), print_line) as stack:
         client = AsyncClient(stack.address)
 
 Workers first, on free ports; once they serve, the coordinator; once it serves, one token as proof. They end in the
-other order: the coordinator lets its streams finish, then nobody needs the workers.
+other order: the coordinator lets its streams finish, then the workers are not needed.
 """
 
 from specdec.serving.local.commands import (

@@ -20,7 +20,7 @@ class Command:
 
 
 def default_threads(num_cores: int) -> tuple[int, int]:
-    """Return threads of the target and of the draft: a core stays for the others, and small models gain little."""
+    """Return threads of the target and of the draft: a core is left for the others, and small models gain little."""
     return max(1, num_cores // 2), max(1, min(4, num_cores // 4))
 
 

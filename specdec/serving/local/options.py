@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from specdec.serving.settings import Device, Dtype
 
 NO_DRAFT, NGRAM_ONLY = "none", "ngram"
-ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
+ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # of the command; no service knows it
 
 
 class CannotRun(Exception):
-    """The services cannot be started, or one of them ended. The message is for people."""
+    """The services cannot be started, or one of them ended. The message is for the user."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
