@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.measure import PLAIN, Configuration, Measured, hardware, held_out_prompts, measure, speed_up
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec.serving.child import print_errors
 from specdec.serving.local import Options, running
 
 MODELS = Path(__file__).parent.parent / "models"
@@ -82,7 +83,7 @@ async def bench(target: str, draft: str, num_prompts: int, num_tokens: int, repe
     """Run everything."""
     prompts = list(held_out_prompts(MODELS / "heldout", num_prompts).values())
     options = Options(target=target, draft=draft, port=0)
-    async with running(options, lambda *_: None) as stack, AsyncClient(stack.address) as client:
+    async with running(options, print_errors) as stack, AsyncClient(stack.address) as client:
         model = (await client.get_model()).target
         print(f"{hardware()}; target {model.name} ({model.dtype}); {len(prompts)} held-out prompts,")
         print(f"{num_tokens} tokens each, {repetitions} repetitions, one session at a time unless said; medians.")

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from benchmarks.measure import PLAIN, Configuration, Measured, hardware, held_out_prompts, measure, speed_up
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec.serving.child import print_errors
 from specdec.serving.local import CannotRun, Options, running
 from specdec.terminal import coloured, is_coloured, statistics_line
 
@@ -95,7 +96,7 @@ async def demo() -> bool:
     prompts = dict(list(held_out_prompts(MODELS / "heldout").items())[:NUM_PROMPTS])
     options = Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0)
     console.print(f"starting target, draft and coordinator on this machine ({hardware()})", style="dim")
-    async with running(options, lambda name, entry: None) as stack, AsyncClient(stack.address) as client:
+    async with running(options, print_errors) as stack, AsyncClient(stack.address) as client:
         name, prompt = next(iter(prompts.items()))
         await show_stream(client, name, prompt)
         console.rule("greedy, with and without speculation")

@@ -32,7 +32,7 @@ from tokenizers.models import WordLevel
 from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
 from benchmarks.toy_drafters import KIND as TOY
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
-from specdec.serving.child import Child
+from specdec.serving.child import Child, print_errors
 from specdec.serving.local import Command, Options, environment_of, running, worker_commands
 from specdec.types import AcceptanceRuleName
 
@@ -235,7 +235,7 @@ class Services:
 
     def __init__(self, target: Path, draft: Path) -> None:
         options = Options(target=str(target), draft=str(draft), port=0, dtype="float32", target_threads=1, drain_s=1.0)
-        self.stack = running(options, lambda name, entry: None, commands_with_toys)
+        self.stack = running(options, print_errors, commands_with_toys)
         self._draft_command = commands_with_toys(options, 1)[1]
 
     @property
@@ -258,7 +258,7 @@ class Services:
         flags = (*self._draft_command.flags, *port)
         command = replace(self._draft_command, flags=flags)
         environment = environment_of(command, os.environ)
-        child = await Child.start(command.name, command.module, flags, environment, lambda name, entry: None)
+        child = await Child.start(command.name, command.module, flags, environment, print_errors)
         self.stack.children.append(child)
 
 

@@ -126,6 +126,12 @@ def format_event(entry: LogLine) -> str:
     return " ".join([str(entry["event"]), *facts])
 
 
+def print_errors(name: str, entry: LogLine) -> None:
+    """Print a service's errors to standard error, with their frames; leave out its other lines."""
+    if entry.get("level") in ("error", "critical"):
+        print(f"{name}: {format_event(entry)}", *entry.get("frames", ()), sep="\n  ", file=sys.stderr, flush=True)
+
+
 def _die_with(parent: int) -> None:
     """Tie this process's life to its parent's."""
     if sys.platform == "linux":
