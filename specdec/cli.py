@@ -14,10 +14,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its
 
 from specdec import terminal
 from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of
-from specdec.client import DEFAULT_ADDRESS, AsyncClient
+from specdec.channel import address_problem
+from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, AsyncClient
 from specdec.errors import InvalidArgumentError, SpecdecError, UnavailableError
-from specdec.parameters import MAX_UINT32, WholeNumber
-from specdec.request import ChatMessage
+from specdec.outage import OutageNotice
+from specdec.parameters import MAX_UINT32, Number, WholeNumber
+from specdec.request import MAX_TIMEOUT_S, ChatMessage
 from specdec.stream import AsyncStream
 from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
 
@@ -31,6 +33,8 @@ UP_DESCRIPTION = (
     "a flag here: SPECDEC_LOG_LEVEL=debug is the services' own flag --log-level; `python -m coordinator --help` lists "
     "the coordinator's. If one service ends by itself, all of them end."
 )
+
+START_ONE = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None]]
 
@@ -124,14 +128,19 @@ def _finish(command: argparse.ArgumentParser, work: Command) -> None:
         metavar="HOST:PORT",
         help=f"where the coordinator listens (default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS})",
     )
+    command.add_argument(
+        "--timeout-s",
+        type=checked(Number(0, MAX_TIMEOUT_S, excludes_low=True, metavar="SECONDS")),
+        default=DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"give up after this time; until then a broken connection is tried again (default: {DEFAULT_TIMEOUT_S:g})",
+    )
     command.set_defaults(work=work)
 
 
 def _host_and_port(address: str) -> str:
-    if ":" not in address:
-        raise argparse.ArgumentTypeError(
-            f"is {address!r}; give host:port, as 127.0.0.1:50051, here or in {ADDRESS_VARIABLE}"
-        )
+    if problem := address_problem(address):
+        raise argparse.ArgumentTypeError(f"{problem}, here or in {ADDRESS_VARIABLE}")
     return address
 
 
@@ -153,7 +162,7 @@ async def _generate(flags: argparse.Namespace) -> None:
     speculation = SpeculationParams(
         num_draft_tokens=flags.num_draft_tokens, drafter=flags.drafter, acceptance_rule=rule
     )
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, outage):
         if flags.chat:
             messages = [ChatMessage("user", text)]
             stream = client.stream_chat(
@@ -161,28 +170,28 @@ async def _generate(flags: argparse.Namespace) -> None:
             )
         else:
             stream = client.generate(text, sampling=sampling, speculation=speculation, request_id=flags.request_id)
-        await _print_stream(stream, flags.json)
+        await _print_stream(stream, outage, flags.json)
 
 
 async def _show(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, _):
         session = await client.get_session(flags.session_id)
         print(terminal.session_as_json(session) if flags.json else "\n".join(terminal.session_lines(session)))
 
 
 async def _cancel(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, _):
         print((await client.cancel(flags.session_id)).name.lower())
 
 
 async def _resume(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, outage):
         stream = client.resume(flags.session_id, offset=flags.offset, digest=flags.digest)
-        await _print_stream(stream, flags.json)
+        await _print_stream(stream, outage, flags.json)
 
 
 async def _model(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, _):
         print("\n".join(terminal.model_lines(await client.get_model())))
 
 
@@ -216,21 +225,28 @@ def _serving() -> Any:
 
 
 @asynccontextmanager
-async def _connected(address: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(address) as client:
+async def _connected(flags: argparse.Namespace) -> AsyncIterator[tuple[AsyncClient, OutageNotice]]:
+    outage = OutageNotice(_say_beside_output)
+    async with AsyncClient(flags.address, timeout_s=flags.timeout_s, on_retry=outage.retrying) as client:
         try:
             await client.connect()
         except UnavailableError as error:
-            raise CommandError(f"{error}; start one with `specdec up --target DIR --draft DIR`") from None
-        yield client
+            raise CommandError(f"{error}; {START_ONE}") from None
+        yield client, outage
 
 
-async def _print_stream(stream: AsyncStream, json: bool) -> None:
+def _say_beside_output(sentence: str) -> None:
+    """Print a sentence to standard error, on a line of its own also where text was just printed to a terminal."""
+    print("\n" if sys.stdout.isatty() else "", f"specdec: {sentence}", sep="", file=sys.stderr, flush=True)
+
+
+async def _print_stream(stream: AsyncStream, outage: OutageNotice, json: bool) -> None:
     on_terminal = sys.stdout.isatty()
     in_colour = terminal.is_coloured(sys.stdout, os.environ)
     try:
         async with stream:
             async for chunk in stream:
+                outage.progress()
                 if json:
                     print(terminal.chunk_as_json(chunk), flush=True)
                     continue

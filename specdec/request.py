@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.channel import MAX_MESSAGE_BYTES, address_problem
 from specdec.errors import InvalidArgumentError
 from specdec.messages import check_sampling, check_speculation, sampling_to_proto, speculation_to_proto
 from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest, token_id_problem
@@ -117,6 +117,13 @@ def checked_session_id(session_id: str) -> str:
         shown = "is empty" if session_id == "" else f"is {_shown(session_id)}"
         raise InvalidArgumentError({"session_id": f"{shown}; take it from a chunk of the session"})
     return _encodable("session_id", session_id)
+
+
+def checked_address(address: str) -> str:
+    """Return the address of a server. Raises InvalidArgumentError for one that gRPC would try in vain."""
+    if problem := address_problem(address):
+        raise InvalidArgumentError({"address": problem})
+    return address
 
 
 def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:

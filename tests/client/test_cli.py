@@ -94,7 +94,8 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["generate", "x", "--num-draft-tokens", "33"], "from 0 to 32"),
         (["generate", "x", "--acceptance-rule", "both"], "'token', 'block'"),
         (["generate", "x", "--logit-bias", "3"], "--logit-bias is '3'; give ID=BIAS"),
-        (["generate", "x", "--address", "localhost"], "give host:port"),
+        (["generate", "x", "--address", "localhost"], "give host:port, as localhost:50051, here or in SPECDEC_ADDRESS"),
+        (["model", "--address", "http://h:7"], "give host:port without http://, as h:7"),
         (["session", "resume", "x", "--digest", "xyz"], "--digest is 'xyz'; give the 32 hexadecimal digits"),
         (["up"], "--target"),
         (["up", "--target", "x", "--port", "99999"], "--port"),
@@ -104,6 +105,7 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["up", "--target", "org/name", "--draft", "a/b/c"], "--draft: there is no folder a/b/c"),
         (["up", "--target", "org/name", "--port", "0", "--store", "redis://h:port"], "--store is no address: Port"),
         (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--timeout-s", "0"], "--timeout-s is 0; give a number in (0, "),
     ],
 )
 def test_wrong_usage_gives_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -190,8 +192,8 @@ def test_missing_redis_is_named_without_password(dead_port: int) -> None:
 def test_dead_server_is_named_with_the_remedy(command: list[str], dead_port: int) -> None:
     address = f"127.0.0.1:{dead_port}"
     outcome = run(*command, environment={"SPECDEC_ADDRESS": address})
-    remedy = "start one with `specdec up --target DIR --draft DIR`"
-    assert outcome == Outcome(1, "", f"specdec: no specdec answers on {address}; {remedy}\n")
+    remedy = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"
+    assert outcome == Outcome(1, "", f"specdec: no specdec answers on {address} (Connection refused); {remedy}\n")
 
 
 def test_version_is_printed() -> None:
@@ -378,6 +380,34 @@ async def test_ctrl_c_cancels_and_names_the_session(service: Service, address: s
         f"specdec: `specdec session resume {SESSION}` prints it again and continues\n",
     )
     await endless.cancelled.wait()
+
+
+async def test_outage_is_announced_once(service: Service) -> None:
+    """A coordinator that dies in mid-stream is waited for; the user is told, and Ctrl-C still leaves."""
+    service.handlers = [sends(WHOLE[0])]
+    async with served(service) as port:
+        process = await start("generate", "x", "--address", f"127.0.0.1:{port}", "--timeout-s", "3600")
+        assert process.stdout
+        assert process.stderr
+        assert await process.stdout.readexactly(len("Once upon")) == b"Once upon"
+    line = (await process.stderr.readline()).decode()
+    assert line.startswith(f"specdec: no specdec answers on 127.0.0.1:{port}")
+    assert "; trying again until " in line
+    assert line.endswith(f"; Ctrl-C leaves, `specdec session resume {SESSION}` continues\n")
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert err.decode() == f"specdec: `specdec session resume {SESSION}` prints it again and continues\n"
+
+
+async def test_timeout_flag_limits_the_retries(service: Service) -> None:
+    service.handlers = [sends(WHOLE[0])]
+    async with served(service) as port:
+        process = await start("generate", "x", "--address", f"127.0.0.1:{port}", "--timeout-s", "0.5")
+        assert process.stdout
+        await process.stdout.readexactly(len("Once upon"))
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert f"session {SESSION} can be resumed from token 2" in err.decode()
 
 
 async def test_closed_pipe_ends_quietly(service: Service, address: str) -> None:

@@ -275,6 +275,18 @@ async def test_error_after_last_chunk_is_ignored(service: Service, client: Async
     assert len(service.requests) == 1
 
 
+async def test_retries_are_reported(service: Service) -> None:
+    gone = grpc.StatusCode.UNAVAILABLE
+    service.handlers = [sends(then=gone), sends(*WHOLE[:1], then=gone), sends(*WHOLE[1:])]
+    seen: list[specdec.Retry] = []
+    async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", on_retry=seen.append) as client:
+        assert (await client.complete("x", timeout_s=60)).text == TEXT
+    assert [retry.session_id for retry in seen] == [None, SESSION]
+    assert all(isinstance(retry.failure, specdec.UnavailableError) for retry in seen)
+    # no server had answered at first: the shorter time-out of an address counts
+    assert seen[0].left_s <= 20.0 < seen[1].left_s <= 60.0
+
+
 async def test_cut_connection_is_restored(service: Service) -> None:
     held = asyncio.Event()
 
