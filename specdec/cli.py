@@ -31,7 +31,8 @@ UP_DESCRIPTION = (
     "Run target, draft and coordinator on this machine, until Ctrl-C. Prints `specdec ready on HOST:PORT` once a token "
     "was generated. Every setting of the services can also be given as an environment variable, except those that have "
     "a flag here: SPECDEC_LOG_LEVEL=debug is the services' own flag --log-level; `python -m coordinator --help` lists "
-    "the coordinator's. If one service ends by itself, all of them end."
+    "the coordinator's. A draft worker that ends by itself is started again, and meanwhile generations go on without "
+    "its drafts; if the coordinator or a target worker ends by itself, all of them end."
 )
 
 START_ONE = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"

@@ -53,12 +53,12 @@ class AsyncClient:
 
     Used with `async with`, or without and ended with `close`. The connection opens with the first call.
 
-    `address`: host:port, or a name that gRPC resolves, as dns:///host:port or unix:path. `credentials`: for TLS; None: plain text. `metadata`: sent
-    with each call, as {"authorization": "Bearer ..."}. `channel`: used instead of one to `address`, and left open by
-    `close`; or a function that opens one, which `close` closes. `timeout_s`: the deadline of each call, its retries
-    included, unless the call has its own. `max_retries`: consecutive failed attempts; None: as many as
-    fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has answered yet.
-    `on_retry`: called before each pause after which a call is tried again; what it raises ends the call.
+    `address`: host:port, or a name that gRPC resolves, as dns:///host:port or unix:path. `credentials`: for TLS; None:
+    plain text. `metadata`: sent with each call, as {"authorization": "Bearer ..."}. `channel`: used instead of one to
+    `address`, and left open by `close`; or a function that opens one, which `close` closes. `timeout_s`: the deadline
+    of each call, its retries included, unless the call has its own. `max_retries`: consecutive failed attempts; None:
+    as many as fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has
+    answered yet. `on_retry`: called before each pause after which a call is tried again; what it raises ends the call.
 
     A wrong argument raises InvalidArgumentError, an unknown keyword TypeError, at once and without a call to the
     service. Calls raise the subclasses of SpecdecError; RuntimeError once the client is closed.
