@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import pty
 import re
@@ -24,12 +25,14 @@ from draft_service.settings import SETTINGS as DraftSettings
 from specdec import cli, errors
 from specdec.serving.child import Child, LogLine, format_event, parse_line
 from specdec.serving.local import Options, coordinator_command, default_threads, environment_of, worker_commands
+from specdec.serving.local.preflight import notices
 from specdec.serving.settings import load, variable_names
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
 from target_service.settings import TargetSettings
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
+from tests.support.redis_server import RedisServer
 from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_at, sends, served
 
 COMMAND = (sys.executable, "-m", "specdec.cli")
@@ -105,6 +108,13 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["up", "--target", "./no-such-folder"], "there is no folder ./no-such-folder"),
         (["up", "--target", "/"], "holds no model (no config.json)"),
         (["up", "--target", "org/name", "--draft", "a/b/c"], "--draft: there is no folder a/b/c"),
+        (["up", "--target", __file__], f"--target: {__file__} is a file; give the model's folder"),
+        (
+            ["up", "--target", "x", "--port", "0", "--store", "foo"],
+            "--store is 'foo'; give embedded, redis://HOST:PORT/0",
+        ),
+        (["up", "--target", "x", "--port", "0", "--store", "http://a:pw@b"], "--store is 'http://...'; give embedded"),
+        (["up", "--target", "x", "--port", "0", "--store", "redis://h/0?no=1"], "--store is no address"),
         (["up", "--target", "org/name", "--port", "0", "--store", "redis://h:port"], "--store is no address: Port"),
         (["generate", "x", "--seed", "-1"], "--seed"),
         (["generate", "x", "--timeout-s", "0"], "--timeout-s is 0; give a number in (0, "),
@@ -180,6 +190,44 @@ def test_port_in_use_stops_the_start() -> None:
         "",
         f"specdec: cannot listen on 127.0.0.1:{port} (Address already in use); choose another with --host or --port\n",
     )
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "*.safetensors"])
+def test_incomplete_model_folder_is_refused(missing: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    for file in tmp_path.glob(missing):
+        file.unlink()
+    outcome = run("up", "--target", "org/name", "--draft", str(tmp_path))
+    assert outcome.code == 2
+    assert f"--draft: the folder {tmp_path} holds no" in outcome.err
+    assert f"(no {missing});" in outcome.err
+
+
+@pytest.mark.parametrize("login", ["", ":wrong@"])
+def test_refused_redis_password_stops_the_start(login: str, redis_server: RedisServer) -> None:
+    with redis_server.client() as client:
+        client.config_set("requirepass", "secret")
+        try:
+            store = f"redis://{login}127.0.0.1:{redis_server.port}/0"
+            outcome = run("up", "--target", "org/name", "--port", "0", "--store", store)
+        finally:
+            client.config_set("requirepass", "")
+    assert outcome.code == 2
+    assert f"specdec: the Redis on 127.0.0.1:{redis_server.port} does not let us in" in outcome.err
+    assert "wrong@" not in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_hub_models_are_announced() -> None:
+    told = "no folder org/name here; asking the hub"
+    assert notices(Options("org/name", "ngram")) == [("target worker", told)]
+    assert notices(Options(str(Path(__file__).parent), "org/name")) == [("draft worker", told)]
+
+
+def test_hub_library_logs_once() -> None:
+    """Its handler besides that of the services would print each line twice."""
+    assert logging.getLogger("huggingface_hub").handlers == []
 
 
 def test_missing_redis_is_named_without_password(dead_port: int) -> None:
@@ -709,7 +757,8 @@ async def test_draft_worker_that_never_starts_ends_up(tmp_path: Path, models: tu
         assert running.errors[-1].startswith("specdec: the draft worker ended with exit code 1: ")
 
 
-async def test_unservable_model_gives_one_sentence(tmp_path: Path) -> None:
+async def test_unservable_model_gives_one_sentence(tmp_path: Path, models: tuple[str, str]) -> None:
+    shutil.copytree(models[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text("{}")
     async with up("--target", str(tmp_path)) as running:
         assert await running.ended() == 1

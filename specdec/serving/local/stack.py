@@ -15,7 +15,7 @@ from specdec.errors import SpecdecError
 from specdec.serving.child import Child, LogLine, OnLine
 from specdec.serving.local.commands import Command, coordinator_command, environment_of, worker_commands
 from specdec.serving.local.options import CannotRun, Options
-from specdec.serving.local.preflight import check
+from specdec.serving.local.preflight import check, notices
 from specdec.serving.local.restarts import Restarts
 from specdec.types import SamplingParams
 
@@ -53,6 +53,8 @@ class Stack:
 
     async def __aenter__(self) -> Self:
         check(self.options, os.environ)
+        for name, sentence in notices(self.options):
+            self._on_line(name, {"text": sentence})
         try:
             await self._unless_one_ends(self._start())
         except BaseException:
