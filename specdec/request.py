@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from specdec.channel import MAX_MESSAGE_BYTES, address_problem
 from specdec.errors import InvalidArgumentError
 from specdec.messages import check_sampling, check_speculation, sampling_to_proto, speculation_to_proto
-from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest, token_id_problem
+from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest_hint, token_id_problem
 from specdec.types import SAMPLING_PARAMETERS, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
@@ -36,8 +36,8 @@ def merge_sampling(sampling: SamplingParams | None, keywords: Mapping[str, Any])
     """
     for name in keywords:
         if name not in SAMPLING_PARAMETERS:
-            hint = f"the nearest sampling parameter is {nearest(name, list(SAMPLING_PARAMETERS))!r}"
-            raise TypeError(f"unexpected keyword argument {name!r}; {hint}")
+            hint = nearest_hint(name, list(SAMPLING_PARAMETERS), "the nearest sampling parameter is")
+            raise TypeError(f"unexpected keyword argument {name!r}{hint}")
     if not isinstance(sampling, SamplingParams | None):
         raise InvalidArgumentError({"sampling": f"is {_shown(sampling)}; give SamplingParams"})
     if sampling is None and not keywords:

@@ -132,7 +132,7 @@ async def test_coroutines_check_arguments() -> None:
 
 def test_unknown_keyword_names_the_nearest() -> None:
     arguments: dict[str, Any] = {"temprature": 1}
-    with pytest.raises(TypeError, match="'temprature'; the nearest sampling parameter is 'temperature'"):
+    with pytest.raises(TypeError, match="'temprature'; the nearest sampling parameter is temperature"):
         CLIENT.generate("x", **arguments)
 
 
