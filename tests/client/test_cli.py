@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout, suppress
@@ -33,7 +34,7 @@ from target_service.settings import TargetSettings
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
 from tests.support.redis_server import RedisServer
-from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_at, sends, served
+from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, chunk, digest_at, sends, served
 
 COMMAND = (sys.executable, "-m", "specdec.cli")
 
@@ -88,15 +89,18 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
     [
         (["generate", "--temprature", "1", "x"], "unknown flag --temprature; the nearest is --temperature"),
         (["up", "--traget", "x"], "unknown flag --traget; the nearest is --target"),
-        (["genrate", "x"], "unknown command 'genrate'; the nearest is 'generate'"),
-        (["session", "shw"], "unknown command 'shw'; the nearest is 'show'"),
+        (["genrate", "x"], "unknown command genrate; the nearest is generate"),
+        (["gibberish"], "unknown command gibberish; commands are generate, session"),
+        (["up", "--model", "x"], "unknown flag --model (specdec up --help)"),
+        (["generate", "x", "--num-logprobs", "2"], "--num-logprobs is printed only as JSON; add --json"),
+        (["session", "shw"], "unknown command shw; the nearest is show"),
         (["generate"], "required: PROMPT"),
         (["generate", "x", "y"], "y"),
         (["generate", "x", "--stop"], "--stop"),
         (["generate", "x", "--top-k", "many"], "--top-k is 'many'; give a whole number of at least 0"),
         (["generate", "x", "--top-p", "7"], "--top-p is 7; give a number in (0, 1]"),
         (["generate", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0; give a whole number of at least 1"),
-        (["generate", "x", "--num-draft-tokens", "33"], "from 0 to 32"),
+        (["generate", "x", "--num-draft-tokens", "33"], "--num-draft-tokens is 33; the maximum is 32"),
         (["generate", "x", "--acceptance-rule", "both"], "'token', 'block'"),
         (["generate", "x", "--logit-bias", "3"], "--logit-bias is '3'; give ID=BIAS"),
         (["generate", "x", "--address", "localhost"], "give host:port, as localhost:50051, here or in SPECDEC_ADDRESS"),
@@ -116,7 +120,7 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["up", "--target", "x", "--port", "0", "--store", "http://a:pw@b"], "--store is 'http://...'; give embedded"),
         (["up", "--target", "x", "--port", "0", "--store", "redis://h/0?no=1"], "--store is no address"),
         (["up", "--target", "org/name", "--port", "0", "--store", "redis://h:port"], "--store is no address: Port"),
-        (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--seed", "-1"], f"--seed is -1; give a whole number from 0 to {2**64 - 1}"),
         (["generate", "x", "--timeout-s", "0"], "--timeout-s is 0; give a number in (0, "),
     ],
 )
@@ -270,7 +274,7 @@ async def test_every_flag_reaches_the_request(service: Service, address: str) ->
         *("--temperature", "0.5", "--top-k", "7", "--top-p", "0.75", "--min-p", "0.25", "--seed", "11"),
         *("--repetition-penalty", "1.5", "--presence-penalty", "2", "--frequency-penalty", "-1"),
         *("--logit-bias", "42=-1.5", "--logit-bias", "7=2", "--stop", "END", "--stop", "\n\n", "--stop-token-id", "9"),
-        *("--max-new-tokens", "5", "--num-logprobs", "0", "--ignore-eos"),
+        *("--max-new-tokens", "5", "--num-logprobs", "0", "--ignore-eos", "--json"),
     ]
     speculation = ["--num-draft-tokens", "0", "--drafter", "ngram", "--acceptance-rule", "block"]
     outcome = await specdec(
@@ -307,10 +311,11 @@ async def test_every_flag_reaches_the_request(service: Service, address: str) ->
 async def test_pipe_gets_only_the_text(service: Service, address: str) -> None:
     service.handlers = [sends(*WHOLE)]
     outcome = await specdec("generate", "-", "--address", address, text="größer".encode())
-    assert outcome.out == TEXT
+    assert outcome.out == f"{TEXT}\n"
     assert outcome.err == (
         "7 tokens in 2.00 s (3.5 tokens/s) · 4 rounds of 1.75 tokens · 50% of 6 draft tokens accepted · "
-        "draft 0.00 s, score 0.00 s, commit 0.00 s · ended by stop\n"
+        "draft 0.00 s, score 0.00 s, commit 0.00 s · ended by stop · "
+        f"session {SESSION}\n"
     )
     assert service.requests[0].text == "größer"
 
@@ -367,7 +372,8 @@ async def test_server_error_becomes_one_sentence(service: Service, address: str)
     wrong = await specdec("generate", "x", "--address", address)
     assert wrong == Outcome(2, "", "specdec: sampling.top_p is 7; give a number in (0, 1], or leave it unset\n")
     gone = await specdec("session", "show", "s-9", "--address", address)
-    assert gone == Outcome(1, "", "specdec: there is no such session\n")
+    sentence = f"{address} has no session 's-9': it was never there, or it has expired"
+    assert gone == Outcome(1, "", f"specdec: {sentence}; the last line of `specdec generate` names its session\n")
 
 
 async def test_session_can_be_shown_cancelled_and_resumed(service: Service, address: str) -> None:
@@ -397,8 +403,42 @@ async def test_session_can_be_shown_cancelled_and_resumed(service: Service, addr
     assert (await specdec("session", "cancel", SESSION, "--address", address)).out == "cancelled\n"
     digest = digest_at(2).hex()
     resumed = await specdec("session", "resume", SESSION, "--address", address, "--offset", "2", "--digest", digest)
-    assert resumed.out == " a time there was."
-    assert (await specdec("session", "resume", SESSION, "--address", address)).out == "Once upon a time there was."
+    assert resumed.out == " a time there was.\n"
+    assert (await specdec("session", "resume", SESSION, "--address", address)).out == "Once upon a time there was.\n"
+
+
+async def test_cancelling_a_finished_session_says_so(service: Service, address: str) -> None:
+    finished = pb.CancelSessionResponse(status=pb.SESSION_STATUS_FINISHED)
+    service.handlers = [lambda request, send, context: send(finished)]
+    outcome = await specdec("session", "cancel", SESSION, "--address", address)
+    assert outcome == Outcome(0, "it had finished before\n", "")
+
+
+async def test_error_precedes_its_hint(service: Service, address: str) -> None:
+    service.handlers = [sends(WHOLE[0], then=errors.DataLossError("the store was rolled back"))]
+    outcome = await specdec("session", "resume", SESSION, "--address", address)
+    hint = f"specdec: `specdec session resume {SESSION}` prints it again and continues\n"
+    assert outcome == Outcome(1, "Once upon", f"specdec: the store was rolled back\n{hint}")
+
+
+async def test_hint_is_absent_without_a_session(service: Service, address: str) -> None:
+    service.handlers = [sends(then=errors.NotFoundError("there is no such session"))]
+    outcome = await specdec("session", "resume", "nonsense", "--address", address)
+    assert outcome.err.startswith(f"specdec: {address} has no session 'nonsense'")
+    assert len(outcome.err.splitlines()) == 1
+
+
+async def test_text_that_ends_its_line_gets_no_other(service: Service, address: str) -> None:
+    service.handlers = [sends(*WHOLE[:3], chunk(3, text="end\n", text_ends=[4]))]
+    assert (await specdec("generate", "x", "--address", address)).out == "Once upon a time thereend\n"
+
+
+def test_interrupted_import_leaves_no_traceback(tmp_path: Path) -> None:
+    """A package in the place of grpc behaves as if Ctrl-C came while it is imported."""
+    (tmp_path / "grpc.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "specdec", "model"], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @dataclass
@@ -412,8 +452,8 @@ class Endless:
         context.add_done_callback(lambda _: self.cancelled.set())
         await send(**WHOLE[0])
         await self.go_on.wait()
-        for chunk in WHOLE[1:3]:
-            await send(**chunk)
+        for fields in WHOLE[1:3]:
+            await send(**fields)
         await asyncio.Event().wait()
 
 
