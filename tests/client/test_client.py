@@ -314,7 +314,7 @@ async def test_slow_server_is_waited_for(service: Service) -> None:
 
 @asynccontextmanager
 async def cuttable(port: int, delay_s: float = 0.0) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Run a TCP proxy to `port`; yield its address and a function that cuts all its connections, which begin after a delay."""
+    """Run a TCP proxy to `port` that connects after a delay; yield its address and a function that cuts connections."""
     transports: list[Any] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
