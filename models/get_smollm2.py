@@ -16,6 +16,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
@@ -118,8 +119,8 @@ def check_answer(folder: Path) -> str:
     """Return the model's greedy answer to one question. Raises Unusable if it is not sensible."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # as above
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )

@@ -14,6 +14,7 @@ import pytest
 import torch
 from from_gguf import convert
 from get_smollm2 import SOURCE_FILE, Unavailable, Unusable, expect_hash, from_package, make, verify
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coordinator.chat import load_chat_template
@@ -39,14 +40,7 @@ NAMES = {
 }
 
 
-def letters() -> list[str]:
-    """The alphabet of byte-level BPE, in the order of the bytes."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return list(bytes_to_unicode().values())
-
-
-def tiny_llama() -> LlamaForCausalLM:
+def tiny_llama() -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(SPECIAL) + 256 + 1,
@@ -60,7 +54,8 @@ def tiny_llama() -> LlamaForCausalLM:
         bos_token_id=1,
         eos_token_id=2,
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16).float()
+    model: Any = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).float()
 
 
 def gguf_name(name: str) -> str:
@@ -76,7 +71,7 @@ def interleaved(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any,
     return halves.swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(file: Path, model: LlamaForCausalLM, bits: gguf.GGMLQuantizationType) -> None:
+def write_gguf(file: Path, model: Any, bits: gguf.GGMLQuantizationType) -> None:
     """Write a model as llama.cpp would, its matrices in `bits`."""
     config, writer = model.config, gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -87,16 +82,7 @@ def write_gguf(file: Path, model: LlamaForCausalLM, bits: gguf.GGMLQuantizationT
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    normal = [*letters(), "ĠĠ"]
-    writer.add_token_list([*SPECIAL, *normal])
-    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * len(normal))
-    writer.add_token_merges(["Ġ Ġ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    add_tokenizer(writer)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight":  # tied
             add_tensor(writer, name, tensor.numpy(), bits, config)
@@ -106,12 +92,24 @@ def write_gguf(file: Path, model: LlamaForCausalLM, bits: gguf.GGMLQuantizationT
     writer.close()
 
 
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    normal = [*ByteLevel.alphabet(), "ĠĠ"]
+    writer.add_token_list([*SPECIAL, *normal])
+    writer.add_token_types([gguf.TokenType.CONTROL] * len(SPECIAL) + [gguf.TokenType.NORMAL] * len(normal))
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+
+
 def add_tensor(
     writer: gguf.GGUFWriter,
     name: str,
     weight: np.ndarray[Any, Any],
     bits: gguf.GGMLQuantizationType,
-    config: LlamaConfig,
+    config: Any,
 ) -> None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     projection = name.split(".")[-2]
