@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -265,7 +264,38 @@ def test_an_offline_hub_is_unavailable(tmp_path: Path, monkeypatch: pytest.Monke
         get_smollm2.from_hub(tmp_path, tmp_path / "folder")
 
 
-def test_the_disk_is_clean_after_a_second_source(tmp_path: Path) -> None:
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A hub that has the weights that it should have; returns them."""
+    weights = b"weights"
+
+    def snapshot_download(name: str, revision: str, allow_patterns: list[str], local_dir: Path) -> None:
+        assert (name, revision) == (get_smollm2.HUB_ID, get_smollm2.HUB_REVISION)
+        (local_dir / ".cache").mkdir(parents=True)
+        (local_dir / "config.json").write_text("{}")
+        (local_dir / "model.safetensors").write_bytes(weights)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: None)
+    monkeypatch.setattr(get_smollm2, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(get_smollm2, "HUB_WEIGHTS_SHA256", hashlib.sha256(weights).hexdigest())
+    return weights
+
+
+def test_the_hub_gives_the_folder_as_published(tmp_path: Path, hub: bytes) -> None:
+    assert get_smollm2.HUB_REVISION in get_smollm2.from_hub(tmp_path, tmp_path / "folder")
+    assert {file.name for file in (tmp_path / "folder").iterdir()} == {"config.json", "model.safetensors"}
+    assert (tmp_path / "folder" / "model.safetensors").read_bytes() == hub
+
+
+@pytest.mark.usefixtures("hub")
+def test_other_weights_from_the_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_smollm2, "HUB_WEIGHTS_SHA256", "0" * 64)
+    with pytest.raises(Unavailable, match=r"model\.safetensors has the hash"):
+        get_smollm2.from_hub(tmp_path, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_second_source_starts_with_no_folder(tmp_path: Path) -> None:
     """What a first source left unfinished must not end up in the folder of the second."""
     work = tmp_path / "work"
 
@@ -280,4 +310,3 @@ def test_the_disk_is_clean_after_a_second_source(tmp_path: Path) -> None:
 
     with pytest.raises(Unavailable, match="broke off; enough"):
         make(tmp_path / "smollm2", work, [leaves_half, fills])
-    shutil.rmtree(work)
