@@ -24,7 +24,6 @@ from specdec.terminal import coloured, is_coloured, statistics_line
 
 NUM_PROMPTS = 6
 NUM_TOKENS = 128
-STREAM_TEMPERATURE = 0.7
 NEAR_TIE_NATS = 0.25  # bfloat16 keeps 8 bits: logits of about 16 come in steps of 0.125
 
 console = Console(highlight=False)
@@ -42,7 +41,8 @@ async def show_stream(client: AsyncClient, served: Served, prompt: Prompt) -> No
     console.rule(f"{prompt.name}, {verb}: [green]accepted[/] [yellow]recovered[/] [cyan]bonus[/]")
     console.print(prompt.text.rstrip("\n"), style="dim", markup=False)
     colours = is_coloured(sys.stdout, os.environ)
-    async for chunk in prompt.stream(client, served.sampling(STREAM_TEMPERATURE, NUM_TOKENS), SpeculationParams()):
+    sampling = replace(served.shown, max_new_tokens=NUM_TOKENS)
+    async for chunk in prompt.stream(client, sampling, SpeculationParams()):
         print(coloured(chunk) if colours else chunk.text, end="", flush=True)
         if chunk.finish:
             console.print(f"\n{statistics_line(chunk.finish)}", style="dim")

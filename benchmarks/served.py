@@ -19,6 +19,7 @@ class Served:
 
     options: Options
     prompts: Mapping[str, tuple[Prompt, ...]]
+    shown: SamplingParams  # of the text that the demo streams
     ignore_eos: bool  # where a text has no end of its own
     draft_lengths: tuple[int, ...]  # that the bench compares, of the first drafter on offer
     loads: tuple[int, ...]  # numbers of sessions at once that the bench tries
@@ -41,6 +42,7 @@ def demo_pair() -> Served:
     return Served(
         options=Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0),
         prompts={"Python": prompts},
+        shown=SamplingParams(temperature=0.7, seed=1, ignore_eos=True),
         ignore_eos=True,
         draft_lengths=(1, 2, 3, 4, 6, 8),
         loads=(1, 4, 16),
@@ -62,6 +64,7 @@ def smollm2() -> Served:
     return Served(
         options=Options(target=str(folder), draft=NGRAM_ONLY, port=0),
         prompts=prompts,
+        shown=SamplingParams(temperature=0.2, top_p=0.9, seed=1),  # as its authors recommend
         ignore_eos=False,
         draft_lengths=(4,),
         loads=(),
