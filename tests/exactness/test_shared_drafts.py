@@ -7,6 +7,7 @@ each drafts from what those before it left.
 import asyncio
 import struct
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ TARGET = ToyModel(markov_logits(SEED_OF_TARGET))
 class ServedDrafter(ToyDrafter):
     """Asks a drafter of the draft worker, as a coordinator does."""
 
-    drafter: TextDrafter = field(default_factory=RecycleDrafter)
+    drafter: TextDrafter[Any] = field(default_factory=RecycleDrafter)
     loses_observations: bool = False
     observed: Observations | None = None
     num_held: int = 0
@@ -78,7 +79,9 @@ class RankingScorer(ToyScorer):
         return replace(scored, scores=replace(scored.scores, observations=Observations(len(committed) - 1, (), top)))
 
 
-async def generated(drafter: TextDrafter, seed: int, rule: AcceptanceRule, loses_observations: bool = False) -> Play:
+async def generated(
+    drafter: TextDrafter[Any], seed: int, rule: AcceptanceRule, loses_observations: bool = False
+) -> Play:
     """Generate one text; its session is over."""
     served = ServedDrafter(TARGET, seed, drafter, loses_observations)
     length = DraftLength(Costs(), NUM_DRAFT_TOKENS, NUM_DRAFT_TOKENS)
@@ -125,7 +128,7 @@ CASES = {
 async def test_generated_text_has_the_targets_distribution(name: str) -> None:
     """Joint chi-square over the first four tokens, each generation with a seed of its own."""
     case, finished = CASES[name], FinishedTexts(POOL_TOKENS)
-    drafter: TextDrafter = RecycleDrafter() if case.is_recycled else SuffixDrafter(finished)
+    drafter: TextDrafter[Any] = RecycleDrafter() if case.is_recycled else SuffixDrafter(finished)
     async with asyncio.TaskGroup() as tasks:
         indexing = tasks.create_task(finished.keep_indexing())
         plays = [await generated(drafter, seed, case.rule, case.loses_observations) for seed in range(NUM_GENERATIONS)]
@@ -144,7 +147,7 @@ async def repeated(is_recycled: bool) -> list[Play]:
     plays = []
     for seed in range(NUM_REPEATED):
         finished = FinishedTexts(POOL_TOKENS)
-        drafter: TextDrafter = RecycleDrafter() if is_recycled else SuffixDrafter(finished)
+        drafter: TextDrafter[Any] = RecycleDrafter() if is_recycled else SuffixDrafter(finished)
         async with asyncio.TaskGroup() as tasks:
             indexing = tasks.create_task(finished.keep_indexing())
             await asyncio.sleep(0)

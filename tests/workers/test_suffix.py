@@ -200,4 +200,4 @@ async def test_unusable_corpora_are_refused(prepare: Callable[[Path], None], wor
 def test_a_corpus_needs_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(ValueError, match="--suffix-tokenizer"):
-        chosen_kinds(DraftSettings(drafters="suffix", suffix_corpus=tmp_path), registered())
+        chosen_kinds(DraftSettings.model_validate({"drafters": "suffix", "suffix_corpus": tmp_path}), registered())
