@@ -11,7 +11,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from specdec.serving.local.commands import coordinator_command, worker_commands
-from specdec.serving.local.options import ADDRESS_VARIABLE, NGRAM_ONLY, NO_DRAFT, CannotRun, Options
+from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
 from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
 
 MODULES = ("coordinator", "target_service", "draft_service")
@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def check(options: Options, environment: Mapping[str, str]) -> None:
     """Raise CannotRun for what would stop the services later and less clearly."""
     _check_model("--target", options.target)
-    if options.draft not in (NGRAM_ONLY, NO_DRAFT):
+    if options.draft not in (*MODEL_FREE, NO_DRAFT):
         _check_model("--draft", options.draft)
     _check_variables(environment)
     _check_overridden(options, environment)
@@ -38,7 +38,7 @@ def notices(options: Options) -> list[tuple[str, str]]:
     return [
         (service, f"no folder {name} here; asking the hub")
         for service, name in models
-        if name not in (NGRAM_ONLY, NO_DRAFT) and not Path(name).expanduser().is_dir()
+        if name not in (*MODEL_FREE, NO_DRAFT) and not Path(name).expanduser().is_dir()
     ]
 
 
