@@ -141,6 +141,14 @@ def held_out_prompts(folder: Path) -> dict[str, str]:
     return {file.name: "\n".join(file.read_text().split("\n")[:PROMPT_LINES]) + "\n" for file in files}
 
 
+def busy_cores(load_average: float, num_cores: int) -> str | None:
+    """Return a warning if other programs keep the cores busy before a measurement begins, else None."""
+    if load_average <= num_cores:
+        return None
+    load = f"load average {load_average:.1f}, {num_cores} cores"
+    return f"other programs use these cores ({load}); the figures are unreliable"
+
+
 def hardware() -> str:
     """Return what this ran on, in a line."""
     model = platform.processor() or platform.machine()

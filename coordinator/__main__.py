@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import coordinator  # noqa: F401  # sets grpc's environment before grpc is imported
+import specdec.serving.extras  # noqa: F401  # first: a package that is missing becomes one sentence
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers

@@ -19,6 +19,7 @@ from specdec.errors import (
     UnavailableError,
 )
 from specdec.request import ChatMessage
+from specdec.retry import Retry
 from specdec.stream import AsyncStream
 from specdec.sync_client import Client, Stream
 from specdec.types import (
@@ -54,6 +55,7 @@ __all__ = [
     "NotFoundError",
     "OverloadedError",
     "PermissionDeniedError",
+    "Retry",
     "SamplingParams",
     "ServedModel",
     "Session",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from specdec.parameters import Kind, Parameter, Switch, nearest
+from specdec.parameters import Kind, Parameter, Switch, nearest_hint
 from specdec.types import SAMPLING_PARAMETERS, SamplingParams
 
 WRONG_USAGE = 2
@@ -40,10 +40,12 @@ class Parser(argparse.ArgumentParser):
             if word == "--":
                 return
             if name.startswith("--") and name not in self._option_string_actions:
-                self.error(f"unknown flag {name}; the nearest is {nearest(name, list(self._option_string_actions))}")
+                self.error(f"unknown flag {name}{nearest_hint(name, list(self._option_string_actions))}")
             if commands and not word.startswith("-"):
                 if word not in commands:
-                    self.error(f"unknown command {word!r}; the nearest is {nearest(word, commands)!r}")
+                    self.error(
+                        f"unknown command {word}{nearest_hint(word, commands)}; commands are {', '.join(commands)}"
+                    )
                 return  # the rest is the command's
 
 

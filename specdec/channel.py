@@ -1,5 +1,7 @@
 """Channels to a specdec service: message limits, keepalive, reconnection."""
 
+import re
+
 import grpc
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 4 MB
@@ -15,9 +17,35 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 
+# the option is also the time limit of one attempt to connect: a busy server needs more than 100 ms to answer
+CLIENT_OPTIONS = tuple((dict(CHANNEL_OPTIONS) | {"grpc.min_reconnect_backoff_ms": 5_000}).items())
+
+# names that gRPC resolves by itself; their forms are grpc's
+_RESOLVED = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+_HOST_AND_PORT = re.compile(r"(\[[^\[\]]+\]|[^:/\[\]\s]+):(\d{1,5})")
+
+
+def address_problem(address: str) -> str | None:
+    """Return what is wrong with the address of a server and what would be right, or None."""
+    if not isinstance(address, str):
+        return f"is {address!r}; give host:port, as 127.0.0.1:50051"
+    if _HOST_AND_PORT.fullmatch(address) or (_RESOLVED.match(address)):
+        return None
+    scheme, found, rest = address.partition("://")
+    if found:
+        return f"is {address!r}; give host:port without {scheme}://, as {_example(rest)}"
+    return f"is {address!r}; give host:port, as {_example(address)}"
+
+
+def _example(host: str) -> str:
+    """Return an address with what can be used of a wrong one."""
+    if _HOST_AND_PORT.fullmatch(place := host.split("/")[0]):
+        return place
+    return f"{place}:50051" if re.fullmatch(r"[\w.-]+", place) else "127.0.0.1:50051"
+
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
     """Return a channel to one server: with TLS if credentials are given, else in plain text."""
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CLIENT_OPTIONS)

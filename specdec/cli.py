@@ -14,10 +14,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its
 
 from specdec import terminal
 from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of
-from specdec.client import DEFAULT_ADDRESS, AsyncClient
-from specdec.errors import InvalidArgumentError, SpecdecError, UnavailableError
-from specdec.parameters import MAX_UINT32, WholeNumber
-from specdec.request import ChatMessage
+from specdec.channel import address_problem
+from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, AsyncClient
+from specdec.completion import SessionStatus
+from specdec.errors import InvalidArgumentError, NotFoundError, SpecdecError, UnavailableError
+from specdec.outage import OutageNotice
+from specdec.parameters import MAX_UINT32, Number, WholeNumber
+from specdec.request import MAX_TIMEOUT_S, ChatMessage
 from specdec.stream import AsyncStream
 from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
 
@@ -29,8 +32,11 @@ UP_DESCRIPTION = (
     "Run target, draft and coordinator on this machine, until Ctrl-C. Prints `specdec ready on HOST:PORT` once a token "
     "was generated. Every setting of the services can also be given as an environment variable, except those that have "
     "a flag here: SPECDEC_LOG_LEVEL=debug is the services' own flag --log-level; `python -m coordinator --help` lists "
-    "the coordinator's. If one service ends by itself, all of them end."
+    "the coordinator's. A draft worker that ends by itself is started again, and meanwhile generations go on without "
+    "its drafts; if the coordinator or a target worker ends by itself, all of them end."
 )
+
+START_ONE = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None]]
 
@@ -126,14 +132,19 @@ def _finish(command: argparse.ArgumentParser, work: Command) -> None:
         metavar="HOST:PORT",
         help=f"where the coordinator listens (default: {ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS})",
     )
+    command.add_argument(
+        "--timeout-s",
+        type=checked(Number(0, MAX_TIMEOUT_S, excludes_low=True, metavar="SECONDS")),
+        default=DEFAULT_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"give up after this time; until then a broken connection is tried again (default: {DEFAULT_TIMEOUT_S:g})",
+    )
     command.set_defaults(work=work)
 
 
 def _host_and_port(address: str) -> str:
-    if ":" not in address:
-        raise argparse.ArgumentTypeError(
-            f"is {address!r}; give host:port, as 127.0.0.1:50051, here or in {ADDRESS_VARIABLE}"
-        )
+    if problem := address_problem(address):
+        raise argparse.ArgumentTypeError(f"{problem}, here or in {ADDRESS_VARIABLE}")
     return address
 
 
@@ -149,13 +160,15 @@ def _digest(digits: str) -> bytes:
 
 
 async def _generate(flags: argparse.Namespace) -> None:
+    if flags.num_logprobs is not None and not flags.json:
+        raise CommandError("--num-logprobs is printed only as JSON; add --json", WRONG_USAGE)
     text = _standard_input() if flags.prompt == "-" else flags.prompt
     sampling = sampling_of(flags)
     rule = AcceptanceRuleName[flags.acceptance_rule.upper()] if flags.acceptance_rule else None
     speculation = SpeculationParams(
         num_draft_tokens=flags.num_draft_tokens, drafter=flags.drafter, acceptance_rule=rule
     )
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, outage):
         if flags.chat:
             messages = [ChatMessage("user", text)]
             stream = client.stream_chat(
@@ -163,28 +176,29 @@ async def _generate(flags: argparse.Namespace) -> None:
             )
         else:
             stream = client.generate(text, sampling=sampling, speculation=speculation, request_id=flags.request_id)
-        await _print_stream(stream, flags.json)
+        await _print_stream(stream, outage, flags.json)
 
 
 async def _show(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, _), _naming(flags):
         session = await client.get_session(flags.session_id)
         print(terminal.session_as_json(session) if flags.json else "\n".join(terminal.session_lines(session)))
 
 
 async def _cancel(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
-        print((await client.cancel(flags.session_id)).name.lower())
+    async with _connected(flags) as (client, _), _naming(flags):
+        status = await client.cancel(flags.session_id)
+        print("it had finished before" if status is SessionStatus.FINISHED else status.name.lower())
 
 
 async def _resume(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, outage), _naming(flags):
         stream = client.resume(flags.session_id, offset=flags.offset, digest=flags.digest)
-        await _print_stream(stream, flags.json)
+        await _print_stream(stream, outage, flags.json)
 
 
 async def _model(flags: argparse.Namespace) -> None:
-    async with _connected(flags.address) as client:
+    async with _connected(flags) as (client, _):
         print("\n".join(terminal.model_lines(await client.get_model())))
 
 
@@ -218,34 +232,58 @@ def _serving() -> Any:
 
 
 @asynccontextmanager
-async def _connected(address: str) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(address) as client:
+async def _connected(flags: argparse.Namespace) -> AsyncIterator[tuple[AsyncClient, OutageNotice]]:
+    outage = OutageNotice(_say_beside_output)
+    async with AsyncClient(flags.address, timeout_s=flags.timeout_s, on_retry=outage.retrying) as client:
         try:
             await client.connect()
         except UnavailableError as error:
-            raise CommandError(f"{error}; start one with `specdec up --target DIR --draft DIR`") from None
-        yield client
+            raise CommandError(f"{error}; {START_ONE}") from None
+        yield client, outage
 
 
-async def _print_stream(stream: AsyncStream, json: bool) -> None:
-    on_terminal = sys.stdout.isatty()
-    in_colour = terminal.is_coloured(sys.stdout, os.environ)
+@asynccontextmanager
+async def _naming(flags: argparse.Namespace) -> AsyncIterator[None]:
+    """Name the session, and where its id can be found, if the service does not have it."""
+    try:
+        yield
+    except NotFoundError:
+        problem = f"{flags.address} has no session {flags.session_id!r}: it was never there, or it has expired"
+        raise CommandError(f"{problem}; the last line of `specdec generate` names its session") from None
+
+
+def _say_beside_output(sentence: str) -> None:
+    """Print a sentence to standard error, on a line of its own also where text was just printed to a terminal."""
+    print("\n" if sys.stdout.isatty() else "", f"specdec: {sentence}", sep="", file=sys.stderr, flush=True)
+
+
+async def _print_stream(stream: AsyncStream, outage: OutageNotice, json: bool) -> None:
+    text = terminal.TextOutput(sys.stdout, os.environ)
     try:
         async with stream:
             async for chunk in stream:
+                outage.progress()
                 if json:
                     print(terminal.chunk_as_json(chunk), flush=True)
                     continue
-                print(terminal.coloured(chunk) if in_colour else chunk.text, end="", flush=True)
+                text.print(chunk)
                 if chunk.finish:
-                    print(end="\n" if on_terminal else "", flush=True)
-                    print(terminal.statistics_line(chunk.finish), file=sys.stderr)
-    except (SpecdecError, asyncio.CancelledError):
-        if stream.session_id:
-            print(end="\n" if on_terminal and not json else "", flush=True)
-            resume = f"specdec session resume {stream.session_id}"
-            print(f"specdec: `{resume}` prints it again and continues", file=sys.stderr)
+                    text.end_line()
+                    print(terminal.statistics_line(chunk.finish, chunk.session_id), file=sys.stderr)
+    except (SpecdecError, asyncio.CancelledError) as error:
+        if sys.stdout.isatty():
+            text.end_line()
+        if stream.session_id and not isinstance(error, NotFoundError):
+            _hint(error, f"`specdec session resume {stream.session_id}` prints it again and continues")
         raise
+
+
+def _hint(error: BaseException, sentence: str) -> None:
+    """Print a hint: after the sentence of an error, and at once where there will be none."""
+    if isinstance(error, SpecdecError):
+        error.add_note(sentence)
+    else:
+        _failed(sentence, FAILED)
 
 
 def _standard_input() -> str:
@@ -280,9 +318,9 @@ def _run(words: Sequence[str]) -> int:
         _refuse_misspelt_address()
         asyncio.run(flags.work(flags))
     except InvalidArgumentError as error:
-        return _failed(str(error), WRONG_USAGE)
+        return _failed(str(error), WRONG_USAGE, error)
     except SpecdecError as error:
-        return _failed(str(error), FAILED)
+        return _failed(str(error), FAILED, error)
     except CommandError as error:
         return _failed(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -301,8 +339,10 @@ def _give_up_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _failed(sentence: str, exit_code: int) -> int:
-    print(f"specdec: {sentence}", file=sys.stderr)
+def _failed(sentence: str, exit_code: int, error: BaseException | None = None) -> int:
+    """Print a sentence and the hints that an error carries; return the exit code."""
+    for line in (sentence, *getattr(error, "__notes__", ())):
+        print(f"specdec: {line}", file=sys.stderr)
     return exit_code
 
 

@@ -31,6 +31,7 @@ from specdec.parameters import MAX_UINT32, WholeNumber
 from specdec.request import (
     Messages,
     chat_request,
+    checked_address,
     checked_session_id,
     checked_timeout_s,
     generate_request,
@@ -38,7 +39,7 @@ from specdec.request import (
     prompt_request,
     resume_request,
 )
-from specdec.retry import RetryPolicy
+from specdec.retry import Retry, RetryPolicy
 from specdec.stream import AsyncStream
 from specdec.types import SamplingKeywords, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
@@ -52,11 +53,12 @@ class AsyncClient:
 
     Used with `async with`, or without and ended with `close`. The connection opens with the first call.
 
-    `address`: host:port, or any name that gRPC resolves. `credentials`: for TLS; None: plain text. `metadata`: sent
-    with each call, as {"authorization": "Bearer ..."}. `channel`: used instead of one to `address`, and left open by
-    `close`; or a function that opens one, which `close` closes. `timeout_s`: the deadline of each call, its retries
-    included, unless the call has its own. `max_retries`: consecutive failed attempts; None: as many as
-    fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has answered yet.
+    `address`: host:port, or a name that gRPC resolves, as dns:///host:port or unix:path. `credentials`: for TLS; None:
+    plain text. `metadata`: sent with each call, as {"authorization": "Bearer ..."}. `channel`: used instead of one to
+    `address`, and left open by `close`; or a function that opens one, which `close` closes. `timeout_s`: the deadline
+    of each call, its retries included, unless the call has its own. `max_retries`: consecutive failed attempts; None:
+    as many as fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has
+    answered yet. `on_retry`: called before each pause after which a call is tried again; what it raises ends the call.
 
     A wrong argument raises InvalidArgumentError, an unknown keyword TypeError, at once and without a call to the
     service. Calls raise the subclasses of SpecdecError; RuntimeError once the client is closed.
@@ -72,10 +74,11 @@ class AsyncClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int | None = None,
         connect_timeout_s: float = 20.0,
+        on_retry: Callable[[Retry], None] | None = None,
     ) -> None:
         if max_retries is not None and (problem := WholeNumber(0, MAX_UINT32).problem(max_retries)):
             raise InvalidArgumentError({"max_retries": problem})
-        self.address = address
+        self.address = address if channel is not None else checked_address(address)
         self._timeout_s = checked_timeout_s(timeout_s)
         self._connection = Connection(
             address,
@@ -84,6 +87,7 @@ class AsyncClient:
             metadata=metadata,
             policy=RetryPolicy(max_failures=None if max_retries is None else max_retries + 1),
             connect_timeout_s=checked_timeout_s(connect_timeout_s, "connect_timeout_s"),
+            on_retry=on_retry,
         )
 
     async def __aenter__(self) -> Self:

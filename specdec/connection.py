@@ -19,7 +19,7 @@ from specdec.errors import (
     from_rpc_error,
     is_from_server,
 )
-from specdec.retry import Attempts, RetryPolicy
+from specdec.retry import Attempts, Retry, RetryPolicy
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
@@ -44,6 +44,7 @@ class Connection:
         metadata: Metadata,
         policy: RetryPolicy,
         connect_timeout_s: float,
+        on_retry: Callable[[Retry], None] | None = None,
     ) -> None:
         self.address = address
         self._open, self._closes_channel = open_channel, closes_channel
@@ -52,6 +53,7 @@ class Connection:
         self._channel: grpc.aio.Channel | None = None
         self._policy = policy
         self._connect_timeout_s = connect_timeout_s
+        self._on_retry = on_retry
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_connected = False  # a specdec server has answered
         self._is_closed = False
@@ -62,9 +64,16 @@ class Connection:
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise UnavailableError(f"no specdec answers on {self.address}")
+                await self._raise_why()
             await channel.wait_for_state_change(state)
             state = channel.get_state()
+
+    async def _raise_why(self) -> None:
+        """Make a call on a channel that has failed: its error has the reason, which the channel's state has not."""
+        try:
+            await self._stub().GetModel(generation_pb2.GetModelRequest(), timeout=self._connect_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._failure(error, self._connect_timeout_s, None) from error
 
     async def close(self) -> None:
         """End running calls and close the channel, unless it is the caller's."""
@@ -134,6 +143,10 @@ class Connection:
         pause_s = attempts.pause_s(failure, is_connected=self._is_connected)
         if pause_s is None:
             raise failure from error
+        if self._on_retry:
+            session_id = (seen and seen.session_id) or None
+            left_s = attempts.budget_left_s(is_connected=self._is_connected)
+            self._on_retry(Retry(failure, session_id, pause_s, left_s))
         await asyncio.sleep(pause_s)
 
     def _failure(self, error: grpc.aio.AioRpcError | None, timeout_s: float, seen: Transcript | None) -> SpecdecError:
@@ -147,7 +160,7 @@ class Connection:
         if isinstance(failure, DeadlineExceededError):
             return DeadlineExceededError(f"deadline of {timeout_s:g} s exceeded{resume}", retry_after_s=None)
         if isinstance(failure, UnavailableError):
-            return UnavailableError(f"no specdec answers on {self.address}{resume}", retry_after_s=None)
+            return UnavailableError(f"no specdec answers on {self.address}{_reason(error)}{resume}", retry_after_s=None)
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             problem = f"the server on {self.address} is not a specdec coordinator"
             return ModelMismatchError(f"{problem}; give the coordinator's port")
@@ -172,6 +185,14 @@ class Connection:
         task = asyncio.current_task()
         if self._is_closed and not (task and task.cancelling()):
             raise RuntimeError("the client was closed during the call") from None
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    """Return the last cause in grpc's chain of them, as " (Connection refused)"; empty where it names none."""
+    details = error.details() or ""
+    last = details.rpartition(": ")[2].rstrip("]. ")
+    cause = details if last.isdigit() else last  # a number alone, as of an HTTP status, says too little
+    return f" ({cause})" if cause else ""
 
 
 def _chunk_of(

@@ -13,6 +13,8 @@ from numbers import Integral, Real
 from typing import Any, ClassVar
 
 MAX_UINT32 = 2**32 - 1
+MIN_LIKENESS = 0.6  # of difflib; below it two names have little in common
+MIN_PREFIX = 2  # letters
 
 
 class Kind(ABC):
@@ -86,12 +88,13 @@ class WholeNumber(Kind):
     def problem(self, value: Any) -> str | None:
         """Return what is wrong with a value."""
         remedy = f"give a whole number {self._range}, or leave it unset"
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        return None if is_whole and self.low <= value <= self.high else f"is {value!r}; {remedy}"
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < self.low:
+            return f"is {value!r}; {remedy}"
+        return None if value <= self.high else f"is {value!r}; the maximum is {self.high}"
 
     @property
     def _range(self) -> str:
-        return f"from {self.low} to {self.high}" if self.high < MAX_UINT32 else f"of at least {self.low}"
+        return f"from {self.low} to {self.high}" if self.high != MAX_UINT32 else f"of at least {self.low}"
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,20 @@ def has_no_encoding(text: str) -> bool:
     return False
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """Return the known name that is most like `name`."""
-    return max(known, key=lambda other: difflib.SequenceMatcher(None, name, other).ratio())
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """Return the known name that is most like `name`, before others one that begins with it; None if none is near."""
+    likeness = {other: difflib.SequenceMatcher(None, _word(name), _word(other)).ratio() for other in known}
+    longer = [other for other in known if len(_word(name)) >= MIN_PREFIX and _word(other).startswith(_word(name))]
+    best = max(longer or known, key=likeness.__getitem__, default=None)
+    return best if longer or (best is not None and likeness[best] >= MIN_LIKENESS) else None
+
+
+def nearest_hint(name: str, known: Sequence[str], what: str = "the nearest is") -> str:
+    """Return a clause that names the nearest known name; empty if none is near."""
+    best = nearest(name, known)
+    return f"; {what} {best}" if best is not None else ""
+
+
+def _word(name: str) -> str:
+    """Return a name without what all flags, or all variables, begin with: it is no likeness."""
+    return name.lstrip("-").removeprefix("SPECDEC_")

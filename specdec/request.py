@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.channel import MAX_MESSAGE_BYTES, address_problem
 from specdec.errors import InvalidArgumentError
 from specdec.messages import check_sampling, check_speculation, sampling_to_proto, speculation_to_proto
-from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest, token_id_problem
+from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest_hint, token_id_problem
 from specdec.types import SAMPLING_PARAMETERS, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
@@ -36,8 +36,8 @@ def merge_sampling(sampling: SamplingParams | None, keywords: Mapping[str, Any])
     """
     for name in keywords:
         if name not in SAMPLING_PARAMETERS:
-            hint = f"the nearest sampling parameter is {nearest(name, list(SAMPLING_PARAMETERS))!r}"
-            raise TypeError(f"unexpected keyword argument {name!r}; {hint}")
+            hint = nearest_hint(name, list(SAMPLING_PARAMETERS), "the nearest sampling parameter is")
+            raise TypeError(f"unexpected keyword argument {name!r}{hint}")
     if not isinstance(sampling, SamplingParams | None):
         raise InvalidArgumentError({"sampling": f"is {_shown(sampling)}; give SamplingParams"})
     if sampling is None and not keywords:
@@ -117,6 +117,13 @@ def checked_session_id(session_id: str) -> str:
         shown = "is empty" if session_id == "" else f"is {_shown(session_id)}"
         raise InvalidArgumentError({"session_id": f"{shown}; take it from a chunk of the session"})
     return _encodable("session_id", session_id)
+
+
+def checked_address(address: str) -> str:
+    """Return the address of a server. Raises InvalidArgumentError for one that gRPC would try in vain."""
+    if problem := address_problem(address):
+        raise InvalidArgumentError({"address": problem})
+    return address
 
 
 def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:

@@ -42,6 +42,16 @@ class RetryPolicy:
         return min(self.first_s * self.factor ** min(num_failures - 1, MAX_EXPONENT), self.maximum_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A failure after which the client tries again: what the callback `on_retry` of a client gets."""
+
+    failure: SpecdecError
+    session_id: str | None  # None: of a call that is no stream, or before a stream's first chunk
+    pause_s: float  # until the next attempt
+    left_s: float  # until the client gives up, if nothing arrives
+
+
 class Attempts:
     """The attempts of one call of a client under one deadline; a new chunk resets the pauses to the shortest.
 
@@ -66,7 +76,11 @@ class Attempts:
     @property
     def left_s(self) -> float:
         """Return the seconds until the deadline."""
-        return max(0.0, self._begin + self.timeout_s - self._clock())
+        return self.budget_left_s(is_connected=True)
+
+    def budget_left_s(self, *, is_connected: bool) -> float:
+        """Return the seconds within which another attempt may begin; `is_connected` as for `pause_s`."""
+        return max(0.0, self._begin + self._budget_s(is_connected) - self._clock())
 
     def progress(self) -> None:
         """Record that an attempt yielded a new chunk."""
@@ -82,8 +96,10 @@ class Attempts:
         asked_s = failure.retry_after_s if isinstance(failure, OverloadedError | UnavailableError) else None
         elapsed_s = self._clock() - self._begin
         pause_s = self._policy.pause_s(self._num_failures + 1, elapsed_s, self._uniform(), asked_s or 0.0)
-        budget_s = self.timeout_s if is_connected else min(self.timeout_s, self._connect_timeout_s)
-        if pause_s is None or elapsed_s + pause_s >= budget_s:
+        if pause_s is None or elapsed_s + pause_s >= self._budget_s(is_connected):
             return None
         self._num_failures += 1
         return pause_s
+
+    def _budget_s(self, is_connected: bool) -> float:
+        return self.timeout_s if is_connected else min(self.timeout_s, self._connect_timeout_s)

@@ -19,6 +19,7 @@ from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, AsyncClient
 from specdec.completion import Chunk, Completion, ServedModel, Session, SessionStatus
 from specdec.connection import Metadata
 from specdec.request import Messages
+from specdec.retry import Retry
 from specdec.stream import AsyncStream
 from specdec.types import SamplingKeywords, SamplingParams, SpeculationParams
 
@@ -142,7 +143,7 @@ class Client:
     """A client of one specdec service, for any number of threads.
 
     Used with `with`, or without and ended with `close`. Arguments and errors: as of `AsyncClient`, but `channel` is
-    always a function, called on the event loop of the client.
+    always a function, called on the event loop of the client. `on_retry` is called on the client's own thread.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class Client:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int | None = None,
         connect_timeout_s: float = 20.0,
+        on_retry: Callable[[Retry], None] | None = None,
     ) -> None:
         self.address = address
         self._client = AsyncClient(
@@ -165,6 +167,7 @@ class Client:
             timeout_s=timeout_s,
             max_retries=max_retries,
             connect_timeout_s=connect_timeout_s,
+            on_retry=on_retry,
         )
         self._thread = _LoopThread(self._client)
         self._finalizer = weakref.finalize(self, self._thread.stop)  # also at the interpreter's end

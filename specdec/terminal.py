@@ -29,6 +29,30 @@ def coloured(chunk: Chunk) -> str:
     return "".join([*pieces, chunk.pieces[-1]])
 
 
+class TextOutput:
+    """Prints chunks as text, in colours where they are welcome; knows whether the last line has ended."""
+
+    def __init__(self, stream: TextIO, environment: Mapping[str, str]) -> None:
+        self._stream = stream
+        self._is_coloured = is_coloured(stream, environment)
+        self._is_line_open = False
+
+    def print(self, chunk: Chunk) -> None:
+        """Print a chunk at once."""
+        self._write(coloured(chunk) if self._is_coloured else chunk.text)
+        self._is_line_open = not chunk.text.endswith("\n") if chunk.text else self._is_line_open
+
+    def end_line(self) -> None:
+        """End the last line, where the text did not."""
+        if self._is_line_open:
+            self._write("\n")
+        self._is_line_open = False
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
 def chunk_as_json(chunk: Chunk) -> str:
     """Return a chunk as one line of JSON."""
     values = asdict(chunk)
@@ -53,9 +77,10 @@ def _sampling(session: Session) -> dict[str, Any]:
     return values | {"logit_bias": dict(session.sampling.logit_bias)}
 
 
-def statistics_line(finish: Finish) -> str:
-    """Return a session's statistics in one line."""
+def statistics_line(finish: Finish, session_id: str | None = None) -> str:
+    """Return a session's statistics in one line, with its id where that is not known yet."""
     sums = finish.statistics
+    name = [] if session_id is None else [f"session {session_id}"]
     return " · ".join(
         [
             f"{finish.usage.num_completion_tokens} tokens in {sums.total_s:.2f} s ({sums.tokens_per_s:.1f} tokens/s)",
@@ -63,6 +88,7 @@ def statistics_line(finish: Finish) -> str:
             f"{sums.acceptance_rate:.0%} of {sums.num_draft_tokens} draft tokens accepted",
             f"draft {sums.draft_s:.2f} s, score {sums.score_s:.2f} s, commit {sums.commit_s:.2f} s",
             f"ended by {finish.reason.name.lower()}",
+            *name,
         ]
     )
 

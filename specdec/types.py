@@ -49,7 +49,11 @@ class SamplingParams:
         group=DRAWING,
     )
     max_new_tokens: int | None = parameter(
-        None, WholeNumber(1, MAX_UINT32), "maximum number of tokens to generate", group=ENDING
+        None,
+        WholeNumber(1, MAX_UINT32),
+        "maximum number of tokens to generate (default: the service's limit, which is 4096 unless its operator "
+        "set another)",
+        group=ENDING,
     )
     num_logprobs: int | None = parameter(
         None, WholeNumber(0, MAX_LOGPROBS), "log probabilities of this many tokens a position (--json)", group=DRAWING

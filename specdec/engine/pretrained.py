@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -62,6 +63,8 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: str) -> PreT
         )
     except (OSError, ValueError) as error:
         raise ModelRefused(f"{name_or_path} cannot be loaded: {_first_line(error)}") from error
+    except SafetensorError as error:
+        raise ModelRefused(f"{_damaged_file(name_or_path)} is damaged ({error}); download or copy it again") from error
     _refuse_recurrent(name_or_path, model)
     nn.Module.to(model, device)
     return nn.Module.eval(model)
@@ -139,6 +142,17 @@ def _refuse_recurrent(name: str, model: PreTrainedModel) -> None:
             f"{name} ({type(model).__name__}) keeps a recurrent state, which cannot be rolled back when draft tokens "
             "are rejected; choose a model with attention in every layer"
         )
+
+
+def _damaged_file(name_or_path: str) -> str:
+    """Name the weights file that cannot be opened, as far as it is known."""
+    for file in sorted(Path(name_or_path).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError:
+            return f"the weights file {file.name} in the model folder {name_or_path}"
+    return f"a weights file of {name_or_path}"
 
 
 def _first_line(error: BaseException) -> str:

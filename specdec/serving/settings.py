@@ -3,7 +3,6 @@
 Nothing unknown is accepted: a flag or variable that no setting owns stops the start and names the nearest that exists.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+from specdec.parameters import nearest_hint
 
 ENV_PREFIX = "SPECDEC_"
 
@@ -86,8 +87,7 @@ def refuse_unknown(known: Sequence[str], given: Sequence[str], what: str) -> Non
     for name in given:
         # --no-x is how a boolean x is turned off
         if name not in known and name.replace("--no-", "--", 1) not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise ValueError(f"unknown {what} {name}; the nearest is {near} (all: --help)")
+            raise ValueError(f"unknown {what} {name}{nearest_hint(name, known)} (all: --help)")
 
 
 def _sentence(kind: type[ServiceSettings], error: dict[str, Any]) -> str:

@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from tokenizers import Tokenizer
+
+logging.getLogger("huggingface_hub").handlers.clear()  # its own handler prints each line a second time
 
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 # every file besides the weights that defines a model's tokens

@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import logging
 import os
 import pty
+import re
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout, suppress
@@ -22,13 +26,15 @@ from draft_service.settings import SETTINGS as DraftSettings
 from specdec import cli, errors
 from specdec.serving.child import Child, LogLine, format_event, parse_line
 from specdec.serving.local import Options, coordinator_command, default_threads, environment_of, worker_commands
+from specdec.serving.local.preflight import notices
 from specdec.serving.settings import load, variable_names
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
 from target_service.settings import TargetSettings
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
-from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, digest_at, sends, served
+from tests.support.redis_server import RedisServer
+from tests.support.scripted import SESSION, TEXT, WHOLE, Send, Service, chunk, digest_at, sends, served
 
 COMMAND = (sys.executable, "-m", "specdec.cli")
 
@@ -83,18 +89,22 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
     [
         (["generate", "--temprature", "1", "x"], "unknown flag --temprature; the nearest is --temperature"),
         (["up", "--traget", "x"], "unknown flag --traget; the nearest is --target"),
-        (["genrate", "x"], "unknown command 'genrate'; the nearest is 'generate'"),
-        (["session", "shw"], "unknown command 'shw'; the nearest is 'show'"),
+        (["genrate", "x"], "unknown command genrate; the nearest is generate"),
+        (["gibberish"], "unknown command gibberish; commands are generate, session"),
+        (["up", "--model", "x"], "unknown flag --model (specdec up --help)"),
+        (["generate", "x", "--num-logprobs", "2"], "--num-logprobs is printed only as JSON; add --json"),
+        (["session", "shw"], "unknown command shw; the nearest is show"),
         (["generate"], "required: PROMPT"),
         (["generate", "x", "y"], "y"),
         (["generate", "x", "--stop"], "--stop"),
         (["generate", "x", "--top-k", "many"], "--top-k is 'many'; give a whole number of at least 0"),
         (["generate", "x", "--top-p", "7"], "--top-p is 7; give a number in (0, 1]"),
         (["generate", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0; give a whole number of at least 1"),
-        (["generate", "x", "--num-draft-tokens", "33"], "from 0 to 32"),
+        (["generate", "x", "--num-draft-tokens", "33"], "--num-draft-tokens is 33; the maximum is 32"),
         (["generate", "x", "--acceptance-rule", "both"], "'token', 'block'"),
         (["generate", "x", "--logit-bias", "3"], "--logit-bias is '3'; give ID=BIAS"),
-        (["generate", "x", "--address", "localhost"], "give host:port"),
+        (["generate", "x", "--address", "localhost"], "give host:port, as localhost:50051, here or in SPECDEC_ADDRESS"),
+        (["model", "--address", "http://h:7"], "give host:port without http://, as h:7"),
         (["session", "resume", "x", "--digest", "xyz"], "--digest is 'xyz'; give the 32 hexadecimal digits"),
         (["up"], "--target"),
         (["up", "--target", "x", "--port", "99999"], "--port"),
@@ -102,8 +112,16 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["up", "--target", "./no-such-folder"], "there is no folder ./no-such-folder"),
         (["up", "--target", "/"], "holds no model (no config.json)"),
         (["up", "--target", "org/name", "--draft", "a/b/c"], "--draft: there is no folder a/b/c"),
+        (["up", "--target", __file__], f"--target: {__file__} is a file; give the model's folder"),
+        (
+            ["up", "--target", "x", "--port", "0", "--store", "foo"],
+            "--store is 'foo'; give embedded, redis://HOST:PORT/0",
+        ),
+        (["up", "--target", "x", "--port", "0", "--store", "http://a:pw@b"], "--store is 'http://...'; give embedded"),
+        (["up", "--target", "x", "--port", "0", "--store", "redis://h/0?no=1"], "--store is no address"),
         (["up", "--target", "org/name", "--port", "0", "--store", "redis://h:port"], "--store is no address: Port"),
-        (["generate", "x", "--seed", "-1"], "--seed"),
+        (["generate", "x", "--seed", "-1"], f"--seed is -1; give a whole number from 0 to {2**64 - 1}"),
+        (["generate", "x", "--timeout-s", "0"], "--timeout-s is 0; give a number in (0, "),
     ],
 )
 def test_wrong_usage_gives_one_sentence(arguments: list[str], sentence: str) -> None:
@@ -178,6 +196,44 @@ def test_port_in_use_stops_the_start() -> None:
     )
 
 
+@pytest.mark.parametrize("missing", ["tokenizer.json", "*.safetensors"])
+def test_incomplete_model_folder_is_refused(missing: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).touch()
+    for file in tmp_path.glob(missing):
+        file.unlink()
+    outcome = run("up", "--target", "org/name", "--draft", str(tmp_path))
+    assert outcome.code == 2
+    assert f"--draft: the folder {tmp_path} holds no" in outcome.err
+    assert f"(no {missing});" in outcome.err
+
+
+@pytest.mark.parametrize("login", ["", ":wrong@"])
+def test_refused_redis_password_stops_the_start(login: str, redis_server: RedisServer) -> None:
+    with redis_server.client() as client:
+        client.config_set("requirepass", "secret")
+        try:
+            store = f"redis://{login}127.0.0.1:{redis_server.port}/0"
+            outcome = run("up", "--target", "org/name", "--port", "0", "--store", store)
+        finally:
+            client.config_set("requirepass", "")
+    assert outcome.code == 2
+    assert f"specdec: the Redis on 127.0.0.1:{redis_server.port} does not let us in" in outcome.err
+    assert "wrong@" not in outcome.err
+    assert len(outcome.err.splitlines()) == 1
+
+
+def test_hub_models_are_announced() -> None:
+    told = "no folder org/name here; asking the hub"
+    assert notices(Options("org/name", "ngram")) == [("target worker", told)]
+    assert notices(Options(str(Path(__file__).parent), "org/name")) == [("draft worker", told)]
+
+
+def test_hub_library_logs_once() -> None:
+    """Its handler besides that of the services would print each line twice."""
+    assert logging.getLogger("huggingface_hub").handlers == []
+
+
 def test_missing_redis_is_named_without_password(dead_port: int) -> None:
     outcome = run("up", "--target", "org/name", "--port", "0", "--store", f"redis://:secret@127.0.0.1:{dead_port}/0")
     sentence = f"specdec: no Redis answers on 127.0.0.1:{dead_port}; start one there, or leave --store embedded\n"
@@ -190,8 +246,8 @@ def test_missing_redis_is_named_without_password(dead_port: int) -> None:
 def test_dead_server_is_named_with_the_remedy(command: list[str], dead_port: int) -> None:
     address = f"127.0.0.1:{dead_port}"
     outcome = run(*command, environment={"SPECDEC_ADDRESS": address})
-    remedy = "start one with `specdec up --target DIR --draft DIR`"
-    assert outcome == Outcome(1, "", f"specdec: no specdec answers on {address}; {remedy}\n")
+    remedy = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"
+    assert outcome == Outcome(1, "", f"specdec: no specdec answers on {address} (Connection refused); {remedy}\n")
 
 
 def test_version_is_printed() -> None:
@@ -218,7 +274,7 @@ async def test_every_flag_reaches_the_request(service: Service, address: str) ->
         *("--temperature", "0.5", "--top-k", "7", "--top-p", "0.75", "--min-p", "0.25", "--seed", "11"),
         *("--repetition-penalty", "1.5", "--presence-penalty", "2", "--frequency-penalty", "-1"),
         *("--logit-bias", "42=-1.5", "--logit-bias", "7=2", "--stop", "END", "--stop", "\n\n", "--stop-token-id", "9"),
-        *("--max-new-tokens", "5", "--num-logprobs", "0", "--ignore-eos"),
+        *("--max-new-tokens", "5", "--num-logprobs", "0", "--ignore-eos", "--json"),
     ]
     speculation = ["--num-draft-tokens", "0", "--drafter", "ngram", "--acceptance-rule", "block"]
     outcome = await specdec(
@@ -255,10 +311,11 @@ async def test_every_flag_reaches_the_request(service: Service, address: str) ->
 async def test_pipe_gets_only_the_text(service: Service, address: str) -> None:
     service.handlers = [sends(*WHOLE)]
     outcome = await specdec("generate", "-", "--address", address, text="größer".encode())
-    assert outcome.out == TEXT
+    assert outcome.out == f"{TEXT}\n"
     assert outcome.err == (
         "7 tokens in 2.00 s (3.5 tokens/s) · 4 rounds of 1.75 tokens · 50% of 6 draft tokens accepted · "
-        "draft 0.00 s, score 0.00 s, commit 0.00 s · ended by stop\n"
+        "draft 0.00 s, score 0.00 s, commit 0.00 s · ended by stop · "
+        f"session {SESSION}\n"
     )
     assert service.requests[0].text == "größer"
 
@@ -315,7 +372,8 @@ async def test_server_error_becomes_one_sentence(service: Service, address: str)
     wrong = await specdec("generate", "x", "--address", address)
     assert wrong == Outcome(2, "", "specdec: sampling.top_p is 7; give a number in (0, 1], or leave it unset\n")
     gone = await specdec("session", "show", "s-9", "--address", address)
-    assert gone == Outcome(1, "", "specdec: there is no such session\n")
+    sentence = f"{address} has no session 's-9': it was never there, or it has expired"
+    assert gone == Outcome(1, "", f"specdec: {sentence}; the last line of `specdec generate` names its session\n")
 
 
 async def test_session_can_be_shown_cancelled_and_resumed(service: Service, address: str) -> None:
@@ -345,8 +403,42 @@ async def test_session_can_be_shown_cancelled_and_resumed(service: Service, addr
     assert (await specdec("session", "cancel", SESSION, "--address", address)).out == "cancelled\n"
     digest = digest_at(2).hex()
     resumed = await specdec("session", "resume", SESSION, "--address", address, "--offset", "2", "--digest", digest)
-    assert resumed.out == " a time there was."
-    assert (await specdec("session", "resume", SESSION, "--address", address)).out == "Once upon a time there was."
+    assert resumed.out == " a time there was.\n"
+    assert (await specdec("session", "resume", SESSION, "--address", address)).out == "Once upon a time there was.\n"
+
+
+async def test_cancelling_a_finished_session_says_so(service: Service, address: str) -> None:
+    finished = pb.CancelSessionResponse(status=pb.SESSION_STATUS_FINISHED)
+    service.handlers = [lambda request, send, context: send(finished)]
+    outcome = await specdec("session", "cancel", SESSION, "--address", address)
+    assert outcome == Outcome(0, "it had finished before\n", "")
+
+
+async def test_error_precedes_its_hint(service: Service, address: str) -> None:
+    service.handlers = [sends(WHOLE[0], then=errors.DataLossError("the store was rolled back"))]
+    outcome = await specdec("session", "resume", SESSION, "--address", address)
+    hint = f"specdec: `specdec session resume {SESSION}` prints it again and continues\n"
+    assert outcome == Outcome(1, "Once upon", f"specdec: the store was rolled back\n{hint}")
+
+
+async def test_hint_is_absent_without_a_session(service: Service, address: str) -> None:
+    service.handlers = [sends(then=errors.NotFoundError("there is no such session"))]
+    outcome = await specdec("session", "resume", "nonsense", "--address", address)
+    assert outcome.err.startswith(f"specdec: {address} has no session 'nonsense'")
+    assert len(outcome.err.splitlines()) == 1
+
+
+async def test_text_that_ends_its_line_gets_no_other(service: Service, address: str) -> None:
+    service.handlers = [sends(*WHOLE[:3], chunk(3, text="end\n", text_ends=[4]))]
+    assert (await specdec("generate", "x", "--address", address)).out == "Once upon a time thereend\n"
+
+
+def test_interrupted_import_leaves_no_traceback(tmp_path: Path) -> None:
+    """A package in the place of grpc behaves as if Ctrl-C came while it is imported."""
+    (tmp_path / "grpc.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-m", "specdec", "model"], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 @dataclass
@@ -360,8 +452,8 @@ class Endless:
         context.add_done_callback(lambda _: self.cancelled.set())
         await send(**WHOLE[0])
         await self.go_on.wait()
-        for chunk in WHOLE[1:3]:
-            await send(**chunk)
+        for fields in WHOLE[1:3]:
+            await send(**fields)
         await asyncio.Event().wait()
 
 
@@ -378,6 +470,34 @@ async def test_ctrl_c_cancels_and_names_the_session(service: Service, address: s
         f"specdec: `specdec session resume {SESSION}` prints it again and continues\n",
     )
     await endless.cancelled.wait()
+
+
+async def test_outage_is_announced_once(service: Service) -> None:
+    """A coordinator that dies in mid-stream is waited for; the user is told, and Ctrl-C still leaves."""
+    service.handlers = [sends(WHOLE[0])]
+    async with served(service) as port:
+        process = await start("generate", "x", "--address", f"127.0.0.1:{port}", "--timeout-s", "3600")
+        assert process.stdout
+        assert process.stderr
+        assert await process.stdout.readexactly(len("Once upon")) == b"Once upon"
+    line = (await process.stderr.readline()).decode()
+    assert line.startswith(f"specdec: no specdec answers on 127.0.0.1:{port}")
+    assert "; trying again until " in line
+    assert line.endswith(f"; Ctrl-C leaves, `specdec session resume {SESSION}` continues\n")
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert err.decode() == f"specdec: `specdec session resume {SESSION}` prints it again and continues\n"
+
+
+async def test_timeout_flag_limits_the_retries(service: Service) -> None:
+    service.handlers = [sends(WHOLE[0])]
+    async with served(service) as port:
+        process = await start("generate", "x", "--address", f"127.0.0.1:{port}", "--timeout-s", "0.5")
+        assert process.stdout
+        await process.stdout.readexactly(len("Once upon"))
+    _, err = await process.communicate()
+    assert process.returncode == 1
+    assert f"session {SESSION} can be resumed from token 2" in err.decode()
 
 
 async def test_closed_pipe_ends_quietly(service: Service, address: str) -> None:
@@ -535,10 +655,13 @@ class Up:
         assert line.startswith("specdec ready on "), "".join(self.errors)
         return line.removeprefix("specdec ready on ").strip()
 
-    async def logged(self, word: str) -> None:
-        """Wait until a log line contains `word`."""
+    async def logged(self, pattern: str, times: int = 1) -> None:
+        """Wait until so many log lines match."""
         async with self._new_line:
-            await self._new_line.wait_for(lambda: any(word in line for line in self.errors))
+            await self._new_line.wait_for(lambda: len(self.matching(pattern)) >= times)
+
+    def matching(self, pattern: str) -> list[str]:
+        return [line for line in self.errors if re.search(pattern, line)]
 
     async def ended(self) -> int:
         await self._reading
@@ -640,17 +763,48 @@ async def test_no_child_survives_a_killed_parent(models: tuple[str, str]) -> Non
         await all_gone([*children.values()])
 
 
-async def test_one_dead_child_ends_the_others(models: tuple[str, str]) -> None:
+@pytest.mark.parametrize(("module", "name"), [("target_service", "target worker"), ("coordinator", "coordinator")])
+async def test_one_dead_child_ends_the_others(models: tuple[str, str], module: str, name: str) -> None:
     async with up("--target", models[0], "--draft", "ngram") as running:
         await running.ready()
         children = running.children
-        os.kill(children["draft_service"], signal.SIGKILL)
+        os.kill(children[module], signal.SIGKILL)
         assert await running.ended() == 1
-        assert running.errors[-1] == "specdec: the draft worker was killed by SIGKILL\n"
+        assert running.errors[-1] == f"specdec: the {name} was killed by SIGKILL\n"
         await all_gone([*children.values()])
 
 
-async def test_unservable_model_gives_one_sentence(tmp_path: Path) -> None:
+async def test_dead_draft_worker_is_started_again(models: tuple[str, str]) -> None:
+    """Twice: a restarted worker is watched as the first one was."""
+    async with up("--target", models[0], "--draft", "ngram", "--dtype", "float32") as running:
+        address = await running.ready()
+        first = running.children
+        greedy = ["generate", "t5 t6 t7", "--address", address, "--temperature", "0", "--max-new-tokens", "8"]
+        before = await specdec(*greedy)
+        for number in (2, 3):
+            os.kill(running.children["draft_service"], signal.SIGKILL)
+            during = await specdec(*greedy)
+            assert (during.code, during.out) == (0, before.out)
+            await running.logged(r"draft worker\s+\| ready port=", times=number)
+        assert len(running.matching("draft_worker_lost cause=the draft worker was killed by SIGKILL")) == 2
+        last = running.children
+        assert {name for name in first if first[name] != last[name]} == {"draft_service"}
+        assert len(set(running.matching(r"draft worker\s+\| ready port="))) == 1  # always on the same port
+        running.process.send_signal(signal.SIGINT)
+        assert await running.ended() == 0
+        await all_gone([*last.values()])
+
+
+async def test_draft_worker_that_never_starts_ends_up(tmp_path: Path, models: tuple[str, str]) -> None:
+    shutil.copytree(models[1], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text("{}")
+    async with up("--target", models[0], "--draft", str(tmp_path)) as running:
+        assert await running.ended() == 1
+        assert running.errors[-1].startswith("specdec: the draft worker ended with exit code 1: ")
+
+
+async def test_unservable_model_gives_one_sentence(tmp_path: Path, models: tuple[str, str]) -> None:
+    shutil.copytree(models[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text("{}")
     async with up("--target", str(tmp_path)) as running:
         assert await running.ended() == 1

@@ -275,6 +275,18 @@ async def test_error_after_last_chunk_is_ignored(service: Service, client: Async
     assert len(service.requests) == 1
 
 
+async def test_retries_are_reported(service: Service) -> None:
+    gone = grpc.StatusCode.UNAVAILABLE
+    service.handlers = [sends(then=gone), sends(*WHOLE[:1], then=gone), sends(*WHOLE[1:])]
+    seen: list[specdec.Retry] = []
+    async with served(service) as port, AsyncClient(f"127.0.0.1:{port}", on_retry=seen.append) as client:
+        assert (await client.complete("x", timeout_s=60)).text == TEXT
+    assert [retry.session_id for retry in seen] == [None, SESSION]
+    assert all(isinstance(retry.failure, specdec.UnavailableError) for retry in seen)
+    # no server had answered at first: the shorter time-out of an address counts
+    assert seen[0].left_s <= 20.0 < seen[1].left_s <= 60.0
+
+
 async def test_cut_connection_is_restored(service: Service) -> None:
     held = asyncio.Event()
 
@@ -294,9 +306,15 @@ async def test_cut_connection_is_restored(service: Service) -> None:
     assert service.requests[1].offset == 2
 
 
+async def test_slow_server_is_waited_for(service: Service) -> None:
+    """A server on a busy machine accepts a connection long before it says something on it."""
+    async with served(service) as port, cuttable(port, delay_s=0.5) as (address, _), AsyncClient(address) as client:
+        await client.connect()
+
+
 @asynccontextmanager
-async def cuttable(port: int) -> AsyncIterator[tuple[str, Callable[[], None]]]:
-    """Run a TCP proxy to `port`; yield its address and a function that cuts all its connections."""
+async def cuttable(port: int, delay_s: float = 0.0) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """Run a TCP proxy to `port` that connects after a delay; yield its address and a function that cuts connections."""
     transports: list[Any] = []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -307,6 +325,7 @@ async def cuttable(port: int) -> AsyncIterator[tuple[str, Callable[[], None]]]:
         writer.close()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(delay_s)
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
         transports.extend((writer.transport, far_writer.transport))
         await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))

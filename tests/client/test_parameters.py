@@ -65,5 +65,28 @@ def test_every_parameter_is_a_flag() -> None:
     assert sampling_of(parser.parse_args(words)) == given
 
 
-def test_nearest_name_is_found() -> None:
-    assert nearest("--top-n", ["--top-k", "--seed"]) == "--top-k"
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("--top-n", ["--top-k", "--seed"], "--top-k"),
+        ("--max", ["--min-p", "--max-new-tokens"], "--max-new-tokens"),
+        ("--temp", ["--help", "--temperature"], "--temperature"),
+        ("--stop-token", ["--stop", "--stop-token-id"], "--stop-token-id"),
+        ("--model", ["--help", "--json"], None),
+        ("SPECDEC_COLOUR", ["SPECDEC_HOST", "SPECDEC_PORT"], None),
+        ("x", [], None),
+    ],
+)
+def test_nearest_name_is_found(name: str, known: list[str], expected: str | None) -> None:
+    assert nearest(name, known) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        (-1, f"is -1; give a whole number from 0 to {2**64 - 1}, or leave it unset"),
+        (2**64, f"is {2**64}; the maximum is {2**64 - 1}"),
+    ],
+)
+def test_seed_names_its_upper_limit(value: int, problem: str) -> None:
+    assert SAMPLING_PARAMETERS["seed"].kind.problem(value) == problem

@@ -132,7 +132,7 @@ async def test_coroutines_check_arguments() -> None:
 
 def test_unknown_keyword_names_the_nearest() -> None:
     arguments: dict[str, Any] = {"temprature": 1}
-    with pytest.raises(TypeError, match="'temprature'; the nearest sampling parameter is 'temperature'"):
+    with pytest.raises(TypeError, match="'temprature'; the nearest sampling parameter is temperature"):
         CLIENT.generate("x", **arguments)
 
 
@@ -168,3 +168,30 @@ def test_public_names_resolve() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         specdec.Nothing  # type: ignore[attr-defined] # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("localhost", "as localhost:50051"),
+        ("", "as 127.0.0.1:50051"),
+        ("http://localhost:50051", "without http://, as localhost:50051"),
+        ("https://example.org/path", "without https://, as example.org:50051"),
+        ("::1:50051", "host:port"),
+        ("h:port", "host:port"),
+        (50051, "host:port"),
+    ],
+)
+def test_wrong_address_is_refused(address: Any, remedy: str) -> None:
+    for kind in (AsyncClient, specdec.Client):
+        with pytest.raises(InvalidArgumentError) as caught:
+            kind(address)
+        assert remedy in caught.value.violations["address"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["h:1", "127.0.0.1:50051", "[::1]:50051", "dns:///h:1", "unix:/run/specdec", "ipv4:127.0.0.1:1,127.0.0.2:1"],
+)
+def test_every_form_of_an_address_is_accepted(address: str) -> None:
+    assert AsyncClient(address).address == address

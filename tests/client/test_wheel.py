@@ -76,7 +76,7 @@ def test_wheel_has_every_module_and_script(wheel: zipfile.ZipFile) -> None:
 
 def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
     names = {name.split("/", 1)[1]: name for name in wheel.namelist() if ".dist-info/" in name}
-    assert "specdec = specdec.cli:main" in wheel.read(names["entry_points.txt"]).decode()
+    assert "specdec = specdec.__main__:main" in wheel.read(names["entry_points.txt"]).decode()
     assert "Apache License" in wheel.read(names["licenses/LICENSE"]).decode()
 
 
@@ -191,6 +191,16 @@ async def test_up_names_the_extras(bare: Installation) -> None:
         ), sentence
 
 
+@pytest.mark.parametrize("module", ["coordinator", "target_service", "draft_service"])
+async def test_services_name_their_extras(bare: Installation, module: str) -> None:
+    with pytest.raises(AssertionError) as failed:
+        await bare.run("-m", module, "--help")
+    sentence = str(failed.value).splitlines()[0]
+    assert re.match(
+        rf"{module}: the package of the module \w+ is not installed; run: pip install 'specdec\[\w+", sentence
+    ), sentence
+
+
 SYNC = """
 import sys, specdec
 with specdec.Client(sys.argv[1]) as client:
@@ -219,4 +229,4 @@ async def test_bare_installation_generates(bare: Installation, tmp_path: Path) -
             expected = (await client.complete("t5 t6", temperature=0, max_new_tokens=8)).text
     assert expected
     assert texts == [f"{expected}\n"] * 2
-    assert printed == expected
+    assert printed == expected + ("" if expected.endswith("\n") else "\n")

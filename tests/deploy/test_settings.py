@@ -54,11 +54,15 @@ def test_settings_do_not_change() -> None:
 
 @pytest.mark.parametrize(
     ("flag", "nearest"),
-    [("--max-session", "--max-sessions"), ("--ports", "--port"), ("--tokeniser=x", "--tokenizer"), ("--zzz", "--")],
+    [("--max-session", "--max-sessions"), ("--ports", "--port"), ("--tokeniser=x", "--tokenizer")],
 )
 def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str], flag: str, nearest: str) -> None:
     said = refusal(capsys, CoordinatorSettings, *REQUIRED, flag)
     assert f"program: unknown flag {flag.split('=')[0]}; the nearest is {nearest}" in said
+
+
+def test_an_unlike_flag_names_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "program: unknown flag --zzz (all: --help)" in refusal(capsys, CoordinatorSettings, *REQUIRED, "--zzz")
 
 
 def test_an_unknown_variable_names_the_nearest(

@@ -57,6 +57,19 @@ def test_other_architectures_are_refused(name: str, tmp_path: Path) -> None:
         load(architectures.build(name, tmp_path))
 
 
+@pytest.mark.parametrize("damage", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
+def test_damaged_weights_are_refused(damage: bytes | None, tmp_path: Path) -> None:
+    """An empty file, a Git LFS pointer, and half of a download."""
+    file = architectures.build("llama", tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    sentence = (
+        rf"weights file model.safetensors in the model folder {tmp_path} is damaged \(.*\); download or copy it again"
+    )
+    with pytest.raises(ModelRefused, match=sentence):
+        load(tmp_path)
+
+
 class TestSelfCheck:
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_missing_mask_is_refused(self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """The services as commands: their flags, and the environment that each of them gets."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from specdec.serving.local.options import MODEL_FREE, NO_DRAFT, Options
@@ -17,6 +17,15 @@ class Command:
     flags: tuple[str, ...]
     num_threads: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)  # what must not be on a command line
+
+    @property
+    def is_draft(self) -> bool:
+        """Return whether this is a draft worker, without which the others can go on."""
+        return self.name.startswith("draft")
+
+    def at_port(self, port: int) -> "Command":
+        """Return the same service on a port that others know already; the last of two flags counts."""
+        return replace(self, flags=(*self.flags, "--port", str(port)))
 
 
 def default_threads(num_cores: int) -> tuple[int, int]:

@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
 from specdec.serving.local.commands import coordinator_command, worker_commands
 from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
 from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
 
 MODULES = ("coordinator", "target_service", "draft_service")
+STORES = "embedded, redis://HOST:PORT/0, rediss://... (TLS) or unix:///PATH"
+REDIS_SCHEMES = ("redis", "rediss", "unix")
+REDIS_TIMEOUT_S = 5.0
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -25,13 +32,35 @@ def check(options: Options, environment: Mapping[str, str]) -> None:
     _check_store(options.store)
 
 
+def notices(options: Options) -> list[tuple[str, str]]:
+    """Return what is worth saying before the start, each with the name of the service that it is about."""
+    models = [("target worker", options.target), ("draft worker", options.draft)]
+    return [
+        (service, f"no folder {name} here; asking the hub")
+        for service, name in models
+        if name not in (*MODEL_FREE, NO_DRAFT) and not Path(name).expanduser().is_dir()
+    ]
+
+
 def _check_model(flag: str, name: str) -> None:
     folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CannotRun(f"{flag}: the folder {name} holds no model (no config.json)", 2)
+        _check_folder(flag, name, folder)
+    elif folder.exists():
+        raise CannotRun(f"{flag}: {name} is a file; give the model's folder", 2)
     elif not HUB_ID.fullmatch(name) or name.startswith("."):
         raise CannotRun(f"{flag}: there is no folder {name}; give a model's folder, or a hub id like org/name", 2)
+
+
+def _check_folder(flag: str, name: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise CannotRun(f"{flag}: the folder {name} holds no model (no config.json)", 2)
+    if not (folder / "tokenizer.json").is_file():
+        remedy = "save it there: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        raise CannotRun(f"{flag}: the folder {name} holds no tokenizer (no tokenizer.json); {remedy}", 2)
+    if not any(folder.glob("*.safetensors")):
+        remedy = "save the model there with save_pretrained; other formats are not loaded"
+        raise CannotRun(f"{flag}: the folder {name} holds no weights (no *.safetensors); {remedy}", 2)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
@@ -68,14 +97,29 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _check_store(store: str) -> None:
+    """Check the form of the address, then ask a Redis there; its password is part of the address."""
+    if store == "embedded":
+        return
     url = urlsplit(store)
-    if url.scheme not in ("redis", "rediss"):
-        return  # the coordinator knows the others
+    if url.scheme not in REDIS_SCHEMES:
+        shown = f"{url.scheme}://..." if "@" in store else store  # what precedes an @ may be a password
+        raise CannotRun(f"--store is {shown!r}; give {STORES}", 2)
     try:
-        place = f"{url.hostname or 'localhost'}:{url.port or 6379}"
-    except ValueError as error:
-        raise CannotRun(f"--store is no address: {error}", 2) from None
-    try:
-        socket.create_connection((url.hostname or "localhost", url.port or 6379), timeout=5).close()
-    except OSError:
+        place = url.path if url.scheme == "unix" else f"{url.hostname or 'localhost'}:{url.port or 6379}"
+        _ask_redis(store)
+    except redis.AuthenticationError as error:
+        remedy = f"give --store {url.scheme}://:PASSWORD@{place}"
+        raise CannotRun(f"the Redis on {place} does not let us in ({error}); {remedy}", 2) from None
+    except (redis.ConnectionError, redis.TimeoutError, OSError):
         raise CannotRun(f"no Redis answers on {place}; start one there, or leave --store embedded") from None
+    except redis.RedisError as error:
+        raise CannotRun(f"the Redis on {place} cannot be used: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise CannotRun(f"--store is no address: {error}", 2) from None
+
+
+def _ask_redis(store: str) -> None:
+    """Log in and ping, once."""
+    limits = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
+    with redis.Redis.from_url(store, retry=Retry(NoBackoff(), 0), **limits) as client:
+        client.ping()

@@ -12,10 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.channel import open_channel
 from specdec.client import AsyncClient
 from specdec.errors import SpecdecError
-from specdec.serving.child import Child, OnLine
+from specdec.serving.child import Child, LogLine, OnLine
 from specdec.serving.local.commands import Command, coordinator_command, environment_of, worker_commands
 from specdec.serving.local.options import CannotRun, Options
-from specdec.serving.local.preflight import check
+from specdec.serving.local.preflight import check, notices
+from specdec.serving.local.restarts import Restarts
 from specdec.types import SamplingParams
 
 ASK_AGAIN_S = 0.1  # where a service was cut off while it was asked for its health
@@ -29,7 +30,8 @@ WorkerCommands = Callable[[Options, int], list[Command]]
 class Stack:
     """The services. Entering returns once a generation succeeded; leaving, however that happens, ends all of them.
 
-    `death` becomes the first child that ended by itself. Raises CannotRun.
+    `death` becomes the first child that ended by itself. After the start a draft worker that ends is started again
+    instead: the coordinator decodes without it. Raises CannotRun.
     """
 
     def __init__(self, options: Options, on_line: OnLine, commands: WorkerCommands) -> None:
@@ -39,7 +41,9 @@ class Stack:
         self.death: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self.port = options.port
         self._on_line = on_line
+        self._started = False
         self._stopping = False
+        self._restarting: set[asyncio.Task[None]] = set()
 
     @property
     def address(self) -> str:
@@ -49,23 +53,29 @@ class Stack:
 
     async def __aenter__(self) -> Self:
         check(self.options, os.environ)
+        for name, sentence in notices(self.options):
+            self._on_line(name, {"text": sentence})
         try:
             await self._unless_one_ends(self._start())
         except BaseException:
             await self.stop()
             raise
+        self._started = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def wait(self) -> None:
-        """Wait until a service ends by itself, which raises CannotRun."""
+        """Wait until a service that cannot be spared ends by itself, which raises CannotRun."""
         await self._unless_one_ends(asyncio.Event().wait())
 
     async def stop(self) -> None:
         """End the coordinator, then the workers."""
         self._stopping = True
+        for task in self._restarting:
+            task.cancel()
+        await asyncio.gather(*self._restarting, return_exceptions=True)
         patience_s = self.options.drain_s + 5.0
         for child in [child for child in self.children if child.name == "coordinator"]:
             await child.stop(patience_s)
@@ -88,16 +98,34 @@ class Stack:
         await _serving(self.port, "Generation")
         await self._prove()
 
-    async def _launch(self, command: Command) -> Child:
+    async def _launch(self, command: Command, restarts: Restarts | None = None) -> Child:
+        restarts = restarts or Restarts()
         environment = environment_of(command, os.environ)
         child = await Child.start(command.name, command.module, command.flags, environment, self._on_line)
-        child.ended.add_done_callback(lambda _: self._note_death(child))
+        child.ended.add_done_callback(lambda _: self._note_death(child, command, restarts))
         self.children.append(child)
         return child
 
-    def _note_death(self, child: Child) -> None:
-        if not self._stopping and not self.death.done():
+    def _note_death(self, child: Child, command: Command, restarts: Restarts) -> None:
+        if self._stopping:
+            return
+        if self._started and command.is_draft:
+            task = asyncio.create_task(self._restart(child, command, restarts), name=f"restart {child.name}")
+            self._restarting.add(task)
+            task.add_done_callback(self._restarting.discard)
+        elif not self.death.done():
             self.death.set_result(child)
+
+    async def _restart(self, child: Child, command: Command, restarts: Restarts) -> None:
+        """Start a draft worker again after a pause, on its old port: the coordinator has the address."""
+        self.children.remove(child)
+        pause_s = restarts.pause_s()
+        self._on_line(child.name, _lost(child, pause_s))
+        await asyncio.sleep(pause_s)
+        restarts.started()
+        if child.port.done():
+            command = command.at_port(child.port.result())
+        await self._launch(command, restarts)
 
     async def _prove(self) -> None:
         """Generate one token of token 0, which every vocabulary has."""
@@ -118,6 +146,17 @@ class Stack:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def _lost(child: Child, pause_s: float) -> LogLine:
+    """Return the log line of a draft worker that ended. An error, so that benchmarks print it too."""
+    return {
+        "event": "draft_worker_lost",
+        "level": "error",
+        "cause": child.describe_end(),
+        "effect": "generations go on without its drafts, slower",
+        "restart_in_s": round(pause_s, 1),
+    }
 
 
 def running(options: Options, on_line: OnLine, commands: WorkerCommands = worker_commands) -> Stack:
