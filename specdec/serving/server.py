@@ -100,7 +100,10 @@ def _wrapped(handler: Any) -> Any:
             # the type alone: a message could quote a prompt
             get_logger().error("call_failed", error=type(error).__name__, where=_where(error))
             failure = InternalError()
-        await context.abort_with_status(to_status(failure))
+        status = to_status(failure)
+        # grpc keeps the traceback of the abort, and with it all that this frame holds, until a garbage collection
+        del failure, request
+        await context.abort_with_status(status)
 
     return make(call, parse, handler.response_serializer)
 
