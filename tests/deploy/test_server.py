@@ -169,7 +169,7 @@ async def test_a_refused_request_is_freed_at_once() -> None:
 
     @asynccontextmanager
     async def build(server: Server) -> AsyncIterator[None]:
-        handlers = {"GetTarget": grpc.unary_unary_rpc_method_handler(refuse, Request)}
+        handlers: dict[str, Any] = {"GetTarget": grpc.unary_unary_rpc_method_handler(refuse, Request)}
         server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         yield
 
@@ -181,3 +181,17 @@ async def test_a_refused_request_is_freed_at_once() -> None:
             while any(request() for request in requests):  # noqa: ASYNC110  # grpc's tasks must have ended
                 await asyncio.sleep(0.01)
         assert len(requests) == 3
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_compressed_messages_are_refused(compression: grpc.Compression) -> None:
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(Answers(), server.grpc)
+        yield
+
+    async with serving(SETTINGS, SERVICE, build) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
+        get_target = target_pb2_grpc.TargetServiceStub(channel).GetTarget
+        call = get_target(target_pb2.GetTargetRequest(), compression=compression)
+        assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert await get_target(target_pb2.GetTargetRequest())
