@@ -105,25 +105,25 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
         raise InvalidArgumentError(
             {"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"}
         )
-    if model.vocab_size:
-        messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     if model.context_length and length > model.context_length:
         problem = f"would be {length} tokens long; this worker's context holds {model.context_length}"
         raise InvalidArgumentError({"propose": problem})
+    if model.vocab_size:
+        messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     observations = _observations(message) if message.HasField("observations") and drafter.observations else None
     return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens, observations)
 
 
 def _observations(message: draft_pb2.Propose) -> Observations:
     """Return observations of committed tokens. Raises InvalidArgumentError."""
+    end = message.observations.start + message.observations.count
+    if end > message.start + len(message.tokens):
+        problem = f"end at token {end}; {message.start + len(message.tokens)} are committed"
+        raise InvalidArgumentError({"propose.observations": problem})
     try:
-        observations = codec.observations_from_proto(message.observations)
+        return codec.observations_from_proto(message.observations)
     except codec.MalformedReply as error:
         raise InvalidArgumentError({"propose.observations": f"are malformed: {error}"}) from None
-    if observations.end > message.start + len(message.tokens):
-        problem = f"end at token {observations.end}; {message.start + len(message.tokens)} are committed"
-        raise InvalidArgumentError({"propose.observations": problem})
-    return observations
 
 
 def _report(drafter: Drafter, session: WorkerSession, request: DraftRequest, result: DraftResult) -> None:

@@ -41,9 +41,21 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
 
 def sampling_from_proto(message: types_pb2.SamplingParams, vocab_size: int | None = None) -> SamplingParams:
     """Check and convert; token ids too if `vocab_size` is given. Raises InvalidArgumentError for all wrong fields."""
+    _check_counts(message)
     params = SamplingParams(**_given(message))
     check_sampling(params, vocab_size)
     return params
+
+
+def _check_counts(message: types_pb2.SamplingParams) -> None:
+    """Raise InvalidArgumentError for lists that are too long, before anything is copied: they may have millions."""
+    problems = {
+        f"sampling.{name}": problem
+        for name, parameter in SAMPLING_PARAMETERS.items()
+        if (problem := parameter.kind.count_problem(getattr(message, name)))
+    }
+    if problems:
+        raise InvalidArgumentError(problems)
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:

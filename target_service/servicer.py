@@ -81,12 +81,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
         if num_drafted > MAX_DRAFT_TOKENS:
             raise InvalidArgumentError({"score.draft_tokens": f"has {num_drafted}; the maximum is {MAX_DRAFT_TOKENS}"})
-        messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
-        messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
             problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
             raise InvalidArgumentError({"score": problem})
+        messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
+        messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
+        if len(message.supports.sizes) > codec.UINT32.itemsize * num_drafted:
+            raise InvalidArgumentError({"score.supports": f"has more than one support for each of {num_drafted} tokens"})
         if len(message.supports.token_ids) > codec.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
             raise InvalidArgumentError({"score.supports": f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
         try:

@@ -1,6 +1,7 @@
 """Public values to protobuf and back; errors name the wrong field, its value and the remedy."""
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -140,3 +141,38 @@ def test_tokens_past_the_vocabulary_are_refused() -> None:
     messages.check_tokens([4], 5, "field")
     with pytest.raises(InvalidArgumentError, match="field has token id 5; the vocabulary ends at 4"):
         messages.check_tokens([0, 5, 1], 5, "field")
+
+
+@pytest.mark.parametrize(
+    ("flood", "words"),
+    [
+        (types_pb2.SamplingParams(stop=[""] * 200_000), "stop has 200000 strings; the maximum is 16"),
+        (types_pb2.SamplingParams(stop_token_ids=[1] * 200_000), "stop_token_ids has 200000 ids; the maximum is 256"),
+        (
+            types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(200_000), 0.0)),
+            "logit_bias has 200000 entries; the maximum is 1024",
+        ),
+    ],
+)
+def test_long_lists_are_refused_without_a_copy(flood: types_pb2.SamplingParams, words: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgumentError, match=words):
+            messages.sampling_from_proto(flood, VOCAB_SIZE)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 200_000
+
+
+def test_long_lists_of_texts_are_counted_first() -> None:
+    """The entries are checked only where their number is allowed."""
+    with pytest.raises(InvalidArgumentError, match="has 17 strings"):
+        messages.check_sampling(SamplingParams(stop=[""] * 16 + ["\ud800"]))
+
+
+def test_a_number_just_out_of_range_is_shown_in_full() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"is 100\.00001; give a number in \[0, 100\]"):
+        messages.check_sampling(SamplingParams(temperature=100.00001))
+    with pytest.raises(InvalidArgumentError, match=r"is 100\.00001 for token 1"):
+        messages.check_sampling(SamplingParams(logit_bias={1: 100.00001}))
