@@ -36,7 +36,7 @@ SAMPLING = st.builds(
     top_k=st.integers(0, 2**32 - 1),
     top_p=float32(0, 1, exclude_min=True),
     min_p=float32(0, 1),
-    repetition_penalty=float32(0, 100, exclude_min=True),
+    repetition_penalty=float32(0.01, 100),
     presence_penalty=float32(-100, 100),
     frequency_penalty=float32(-100, 100),
     seed=st.none() | st.integers(0, 2**64 - 1),
@@ -95,8 +95,9 @@ BAD_SAMPLING = [
     ({"top_p": 1.5}, "top_p", "1.5", "(0, 1]"),
     ({"min_p": -0.5}, "min_p", "-0.5", "[0, 1]"),
     ({"min_p": 2.0}, "min_p", "2", "[0, 1]"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty", "0", "(0, 100]"),
-    ({"repetition_penalty": math.nan}, "repetition_penalty", "nan", "(0, 100]"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty", "0", "[0.01, 100]"),
+    ({"repetition_penalty": 2**-7}, "repetition_penalty", "0.0078125", "[0.01, 100]"),
+    ({"repetition_penalty": math.nan}, "repetition_penalty", "nan", "[0.01, 100]"),
     ({"presence_penalty": -101.0}, "presence_penalty", "-101", "[-100, 100]"),
     ({"frequency_penalty": math.inf}, "frequency_penalty", "inf", "[-100, 100]"),
     ({"max_new_tokens": 0}, "max_new_tokens", "0", "at least 1"),
@@ -176,3 +177,9 @@ def test_a_number_just_out_of_range_is_shown_in_full() -> None:
         messages.check_sampling(SamplingParams(temperature=100.00001))
     with pytest.raises(InvalidArgumentError, match=r"is 100\.00001 for token 1"):
         messages.check_sampling(SamplingParams(logit_bias={1: 100.00001}))
+
+
+def test_the_least_repetition_penalty_is_accepted() -> None:
+    """Also as the 32-bit number that the message holds, which is a little less."""
+    message = messages.sampling_to_proto(SamplingParams(repetition_penalty=0.01))
+    assert messages.sampling_from_proto(message).repetition_penalty == np.float32(0.01)
