@@ -17,6 +17,7 @@ from specdec.serving.session_stream import (
     session_from_proto,
 )
 from specdec.serving.telemetry import get_logger
+from specdec.serving.writing import Writer
 from specdec.types import MAX_DRAFT_TOKENS
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
@@ -42,7 +43,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, requests: AsyncIterator[draft_pb2.ProposeRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
-        await serve_session(SessionStream(requests, "propose"), context.write, self._fence, self._begin)
+        await serve_session(SessionStream(requests, "propose"), Writer(context).write, self._fence, self._begin)
 
     def _begin(self, opening: draft_pb2.OpenDraft) -> "DraftRounds":
         drafter = self._drafter(opening.drafter)
@@ -51,6 +52,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _drafter(self, name: str) -> Drafter:
         chosen = name or next(iter(self._drafters))
+        messages.check_id("open.drafter", chosen, messages.MAX_NAME_CHARACTERS)
         if chosen not in self._drafters:
             raise InvalidArgumentError({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
         return self._drafters[chosen]
