@@ -19,7 +19,7 @@ from specdec.errors import InvalidArgumentError
 
 MAX_RENDERED_CHARACTERS = 4 << 20
 MAX_RENDER_S = 2.0
-MAX_REASON_CHARACTERS = 256  # of what a template says when it refuses: it may quote a message
+MAX_REASON_CHARACTERS = 128  # of what a template says when it refuses: it may quote a message
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
@@ -80,9 +80,11 @@ class ChatTemplate:
             # templates ask `tools is not none`: what is not given is None, as in transformers
             given = {"messages": entries, "tools": None, "documents": None, "add_generation_prompt": True}
             return _joined(self._template.generate(**self._special_tokens, **given))
+        except InvalidArgumentError:
+            raise
         except (TemplateError, TypeError, ValueError) as error:
             problem = str(error)[:MAX_REASON_CHARACTERS]
-            raise InvalidArgumentError({"chat": f"is refused by the model's chat template: {problem}"}) from None
+            raise InvalidArgumentError({"chat": f"is refused by the model's chat template: {problem!r}"}) from None
 
 
 def _joined(pieces: Iterator[str]) -> str:

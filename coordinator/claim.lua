@@ -1,8 +1,8 @@
 -- Take a session over: raise the epoch, so that its former owner cannot commit any more, and return its contents.
 -- A session that has ended keeps its epoch: it has no owner.
 -- KEYS: meta, tokens, origins, logprobs
--- ARGV: '1' to take over, '0' only to read; time to live (ms); the model that is served now (empty: unknown), which
---       a session without text takes
+-- ARGV: '1' to take over, '0' only to read, without log probabilities; time to live (ms); the model that is served
+--       now (empty: unknown), which a session without text takes
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return {}
 end
@@ -17,5 +17,5 @@ if ARGV[1] == '1' and redis.call('HGET', KEYS[1], 'status') == 'active' then
     redis.call('PEXPIRE', key, ARGV[2])
   end
 end
-return {redis.call('HGETALL', KEYS[1]), redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or '',
-  redis.call('GET', KEYS[4]) or ''}
+local logprobs = ARGV[1] ~= '0' and redis.call('GET', KEYS[4]) or ''
+return {redis.call('HGETALL', KEYS[1]), redis.call('GET', KEYS[2]) or '', redis.call('GET', KEYS[3]) or '', logprobs}

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from coordinator.chat import ChatTemplate
 from coordinator.generation import chain
 from specdec import messages
+from specdec.channel import MAX_PROMPT_BYTES
 from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.types import ModelInfo
 from specdec.v1 import generation_pb2
 
-MAX_PROMPT_BYTES = 8 << 20
 MAX_MESSAGES = 4096
 MAX_ROLE_CHARACTERS = 64
 INLINE_BYTES = 2048  # encoded in about a millisecond: too short for a thread to pay off

@@ -29,6 +29,11 @@ class _Entry:
         return self.running.done() and self.started is None
 
     @property
+    def takes_room(self) -> bool:
+        """Return whether it starts or runs; what has ended waits only for its followers to read it."""
+        return not self.running.done() or (self.started is not None and self.started.is_running)
+
+    @property
     def started(self) -> RunningGeneration | None:
         """The generation once it runs, unless an error ended it."""
         if not self.running.done() or self.running.cancelled() or self.running.exception() is not None:
@@ -59,7 +64,9 @@ class RunningGenerations:
 
     def check_room(self, session_id: str) -> None:
         """Raise OverloadedError if this session does not run here and no other may be added."""
-        if session_id not in self._entries and len(self._entries) >= self._maximum:
+        if session_id in self._entries or len(self._entries) < self._maximum:
+            return
+        if sum(entry.takes_room for entry in self._entries.values()) >= self._maximum:
             raise OverloadedError(f"{self._maximum} sessions run here already; try again soon")
 
     @asynccontextmanager

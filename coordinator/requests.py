@@ -14,7 +14,6 @@ from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 255
-MAX_NAME_CHARACTERS = 64  # of ids and names that we give out ourselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,8 @@ async def plan(
     request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, limits: RequestLimits
 ) -> Plan:
     """Check a request as a whole, the cheap parts first. Raises InvalidArgumentError, OverloadedError."""
-    check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
-    check_id("speculation.drafter", request.speculation.drafter, MAX_NAME_CHARACTERS)
+    messages.check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
+    messages.check_id("speculation.drafter", request.speculation.drafter, messages.MAX_NAME_CHARACTERS)
     sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
     speculation = messages.speculation_from_proto(request.speculation)
     _check_draft_length(speculation, limits)
@@ -64,17 +63,11 @@ async def plan(
     return Plan(session_id(request.request_id), fingerprint(request), prompt, sampling, speculation)
 
 
-def check_id(field: str, value: str, maximum: int) -> None:
-    """Raise InvalidArgumentError for an id or name that is too long; its value is not repeated."""
-    if len(value) > maximum:
-        raise InvalidArgumentError({field: f"has {len(value)} characters; the maximum is {maximum}"})
-
-
 def known_session(session_id: str) -> str:
     """Return a session's id as a client sent it. Raises InvalidArgumentError for what cannot be one."""
     if not session_id:
         raise InvalidArgumentError({"session_id": "is empty; take it from a chunk of the session"})
-    check_id("session_id", session_id, MAX_NAME_CHARACTERS)
+    messages.check_id("session_id", session_id, messages.MAX_NAME_CHARACTERS)
     return session_id
 
 

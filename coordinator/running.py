@@ -75,10 +75,14 @@ class RunningGeneration:
         return self._error is not None or self._interruption is not None
 
     @property
+    def is_running(self) -> bool:
+        """Return whether there are rounds to come."""
+        return self._task is not None and not self._has_ended
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the last commit while rounds are running, else 0."""
-        running = self._task is not None and not self._has_ended
-        return time.perf_counter() - self._published_at if running else 0.0
+        return time.perf_counter() - self._published_at if self.is_running else 0.0
 
     def start(self, workers: WorkerHandles) -> None:
         """Begin to run rounds."""

@@ -16,6 +16,7 @@ from coordinator.sessions import Status
 from specdec import messages
 from specdec.errors import SpecdecError
 from specdec.serving.telemetry import get_logger
+from specdec.serving.writing import Writer
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 
@@ -25,7 +26,7 @@ _STATUS = {
     Status.CANCELLED: pb.SESSION_STATUS_CANCELLED,
 }
 
-Write = Callable[[pb.GenerateResponse], Awaitable[None]]
+Send = Callable[[pb.GenerateResponse], Awaitable[None]]
 
 
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
@@ -39,17 +40,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Stream a new session, or attach to the one that has this request_id."""
         with _Request("Generate") as record:
             record.session_id = await self._coordinator.begin(request)
-            await self._stream(record.session_id, 0, b"", context.write, record)
+            await self._stream(record.session_id, 0, b"", Writer(context).write, record)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from the client's offset."""
         with _Request("Resume") as record:
             record.session_id = known_session(request.session_id)
 
-            async def write(chunk: pb.GenerateResponse) -> None:
-                await context.write(pb.ResumeResponse(chunk=chunk))
+            writer = Writer(context)
 
-            await self._stream(request.session_id, request.offset, request.digest, write, record)
+            async def resume(chunk: pb.GenerateResponse) -> None:
+                await writer.write(pb.ResumeResponse(chunk=chunk))
+
+            await self._stream(request.session_id, request.offset, request.digest, resume, record)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
@@ -75,10 +78,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_draft_tokens=self._coordinator.limits.max_draft_tokens,
             )
 
-    async def _stream(self, session_id: str, offset: int, digest: bytes, write: Write, record: "_Request") -> None:
+    async def _stream(self, session_id: str, offset: int, digest: bytes, send: Send, record: "_Request") -> None:
         async with aclosing(self._coordinator.follow(session_id, offset, digest)) as chunks:
             async for chunk, ending in chunks:
-                await write(chunk_to_proto(session_id, chunk, ending))
+                await send(chunk_to_proto(session_id, chunk, ending))
                 record.wrote(chunk, ending)
 
 

@@ -114,7 +114,7 @@ class SessionStore:
         return await self._read(session_id, "1", pack_model(served))
 
     async def read(self, session_id: str) -> SessionRecord:
-        """Return a session as it is. Raises NotFoundError."""
+        """Return a session as it is, without its log probabilities. Raises NotFoundError."""
         return await self._read(session_id, "0", b"")
 
     async def commit(self, session_id: str, epoch: int, step: Round, statistics: Statistics) -> None:

@@ -1,13 +1,18 @@
 """Settings of the coordinator."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
+from specdec.channel import MAX_REQUEST_BYTES
 from specdec.serving.settings import ServiceSettings
 from specdec.types import MAX_DRAFT_TOKENS
 
 
 class CoordinatorSettings(ServiceSettings):
     """The coordinator: `python -m coordinator`."""
+
+    max_request_bytes: ClassVar[int] = MAX_REQUEST_BYTES
 
     target: str = Field("127.0.0.1:50053", description="address of the target workers, host:port or dns:///host:port")
     draft: str | None = Field("127.0.0.1:50052", description="address of the draft workers; empty: plain decoding")

@@ -17,6 +17,7 @@ from specdec.serving.session_stream import (
     session_from_proto,
 )
 from specdec.serving.telemetry import get_logger
+from specdec.serving.writing import Writer
 from specdec.types import MAX_DRAFT_TOKENS
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
@@ -42,7 +43,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, requests: AsyncIterator[draft_pb2.ProposeRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
-        await serve_session(SessionStream(requests, "propose"), context.write, self._fence, self._begin)
+        await serve_session(SessionStream(requests, "propose"), Writer(context).write, self._fence, self._begin)
 
     def _begin(self, opening: draft_pb2.OpenDraft) -> "DraftRounds":
         drafter = self._drafter(opening.drafter)
@@ -51,6 +52,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _drafter(self, name: str) -> Drafter:
         chosen = name or next(iter(self._drafters))
+        messages.check_id("open.drafter", chosen, messages.MAX_NAME_CHARACTERS)
         if chosen not in self._drafters:
             raise InvalidArgumentError({"open.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
         return self._drafters[chosen]
@@ -105,25 +107,25 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
         raise InvalidArgumentError(
             {"propose.tokens": "is empty at the beginning of a text; a row needs a token to follow"}
         )
-    if model.vocab_size:
-        messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     if model.context_length and length > model.context_length:
         problem = f"would be {length} tokens long; this worker's context holds {model.context_length}"
         raise InvalidArgumentError({"propose": problem})
+    if model.vocab_size:
+        messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     observations = _observations(message) if message.HasField("observations") and drafter.observations else None
     return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens, observations)
 
 
 def _observations(message: draft_pb2.Propose) -> Observations:
     """Return observations of committed tokens. Raises InvalidArgumentError."""
+    end = message.observations.start + message.observations.count
+    if end > message.start + len(message.tokens):
+        problem = f"end at token {end}; {message.start + len(message.tokens)} are committed"
+        raise InvalidArgumentError({"propose.observations": problem})
     try:
-        observations = codec.observations_from_proto(message.observations)
+        return codec.observations_from_proto(message.observations)
     except codec.MalformedReply as error:
         raise InvalidArgumentError({"propose.observations": f"are malformed: {error}"}) from None
-    if observations.end > message.start + len(message.tokens):
-        problem = f"end at token {observations.end}; {message.start + len(message.tokens)} are committed"
-        raise InvalidArgumentError({"propose.observations": problem})
-    return observations
 
 
 def _report(drafter: Drafter, session: WorkerSession, request: DraftRequest, result: DraftResult) -> None:

@@ -13,6 +13,7 @@ from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
 
 MAX_HELD_TOKENS = 1 << 20  # of all sessions; an indexed token takes up to 600 bytes
+SESSION_TOKENS = 4  # what a session counts for besides its tokens: an empty text takes 2 kB
 CHUNK_TOKENS = 1000  # some milliseconds of work before the event loop may run
 
 
@@ -51,7 +52,7 @@ class TextDrafter(Generic[TextT]):
 
     def __init__(self, name: str, new_text: Callable[[], TextT], max_held_tokens: int = MAX_HELD_TOKENS) -> None:
         self.name = name
-        self.model = ModelInfo(name)
+        self.model = ModelInfo(name, context_length=max_held_tokens)  # a longer text is refused
         self._new_text = new_text
         self._max_held_tokens = max_held_tokens
         self._num_unchecked = 0  # tokens added since the last count
@@ -70,6 +71,8 @@ class TextDrafter(Generic[TextT]):
     async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft at most K tokens; hold the committed tokens."""
         began_s = time.perf_counter()
+        if request.start and session.session_id not in self._held:
+            return DraftResult(Proposal(), 0)
         held = self._hold(session)
         async with held.lock:
             text = held.text
@@ -79,13 +82,18 @@ class TextDrafter(Generic[TextT]):
             if request.observations:
                 self.observe(session, text, request.observations)
             proposal = self.draft(session, text, request.num_draft_tokens) if request.num_draft_tokens else Proposal()
-        self._evict(len(request.tokens))
+        self._evict(SESSION_TOKENS + len(request.tokens))
         return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
 
     def _hold(self, session: WorkerSession) -> _Held[TextT]:
         held = self._held.setdefault(session.session_id, _Held(self._new_text()))
         self._held.move_to_end(session.session_id)
         return held
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of which a text is held."""
+        return len(self._held)
 
     @property
     def num_held_tokens(self) -> int:
@@ -98,10 +106,10 @@ class TextDrafter(Generic[TextT]):
         if self._num_unchecked < self._max_held_tokens // 64:
             return
         self._num_unchecked = 0
-        num_tokens = self.num_held_tokens
+        num_tokens = self.num_held_tokens + SESSION_TOKENS * self.num_sessions
         while num_tokens > self._max_held_tokens and len(self._held) > 1:
             _, held = self._held.popitem(last=False)
-            num_tokens -= len(held.text.tokens)
+            num_tokens -= len(held.text.tokens) + SESSION_TOKENS
 
     def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
         """Do nothing: a lookup costs nothing."""
@@ -119,8 +127,15 @@ class TextDrafter(Generic[TextT]):
 async def _bring_up_to_date(text: SessionText, request: DraftRequest) -> None:
     """Truncate and append, but keep what is the same."""
     num_matching = num_equal(text.tokens[request.start :], request.tokens)
-    text.truncate(request.start + num_matching)
+    await _truncate(text, request.start + num_matching)
     for count, token in enumerate(request.tokens[num_matching:], start=1):
         text.append(token)
         if count % CHUNK_TOKENS == 0:
             await asyncio.sleep(0)
+
+
+async def _truncate(text: SessionText, length: int) -> None:
+    for end in range(len(text.tokens) - CHUNK_TOKENS, length, -CHUNK_TOKENS):
+        text.truncate(end)
+        await asyncio.sleep(0)
+    text.truncate(length)

@@ -4,7 +4,9 @@ import re
 
 import grpc
 
-MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 4 MB
+MAX_MESSAGE_BYTES = 16 << 20  # between services, and of an answer
+MAX_PROMPT_BYTES = 8 << 20
+MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + (64 << 10)  # the largest sampling parameters take 32 kB
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

@@ -22,6 +22,8 @@ from specdec.types import (
 )
 from specdec.v1 import generation_pb2, types_pb2
 
+MAX_NAME_CHARACTERS = 64  # of ids and names that we give out ourselves
+
 
 def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> None:
     """Check every field; token ids too if `vocab_size` is given. Raises InvalidArgumentError for all wrong fields."""
@@ -41,9 +43,21 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
 
 def sampling_from_proto(message: types_pb2.SamplingParams, vocab_size: int | None = None) -> SamplingParams:
     """Check and convert; token ids too if `vocab_size` is given. Raises InvalidArgumentError for all wrong fields."""
+    _check_counts(message)
     params = SamplingParams(**_given(message))
     check_sampling(params, vocab_size)
     return params
+
+
+def _check_counts(message: types_pb2.SamplingParams) -> None:
+    """Raise InvalidArgumentError for lists that are too long, before anything is copied: they may have millions."""
+    problems = {
+        f"sampling.{name}": problem
+        for name, parameter in SAMPLING_PARAMETERS.items()
+        if (problem := parameter.kind.count_problem(getattr(message, name)))
+    }
+    if problems:
+        raise InvalidArgumentError(problems)
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -85,6 +99,12 @@ def speculation_to_proto(params: SpeculationParams) -> types_pb2.SpeculationPara
     if params.acceptance_rule:
         message.acceptance_rule = types_pb2.AcceptanceRule.ValueType(params.acceptance_rule.value)
     return message
+
+
+def check_id(field: str, value: str, maximum: int) -> None:
+    """Raise InvalidArgumentError for an id or name that is too long; its value is not repeated."""
+    if len(value) > maximum:
+        raise InvalidArgumentError({field: f"has {len(value)} characters; the maximum is {maximum}"})
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:

@@ -31,6 +31,10 @@ class Kind(ABC):
     def problem(self, value: Any) -> str | None:
         """Return what is wrong with a value and what would be right, or None."""
 
+    def count_problem(self, value: Any) -> str | None:
+        """Return what is wrong with the number of a list's entries, without looking at any of them."""
+        return None
+
     def join(self, entries: Sequence[Any]) -> Any:
         """Return the value that these parsed entries make up; of a scalar the last counts."""
         return tuple(entries) if self.is_list else entries[-1]
@@ -63,7 +67,7 @@ class Number(Kind):
             return f"is {value!r}; {remedy}"
         number = float(value)
         above = self.low < number if self.excludes_low else self.low <= number
-        return None if math.isfinite(number) and above and number <= self.high else f"is {number:g}; {remedy}"
+        return None if math.isfinite(number) and above and number <= self.high else f"is {number!r}; {remedy}"
 
     @property
     def _interval(self) -> str:
@@ -129,15 +133,19 @@ class Texts(Kind):
         """Return what is wrong with a value."""
         if not isinstance(value, Sequence):
             return f"is {value!r}; give a text or a list of texts"
+        if problem := self.count_problem(value):
+            return problem
         if wrong := [entry for entry in value if not isinstance(entry, str)]:
             return f"has {wrong[0]!r}; give texts"
         if any(has_no_encoding(entry) for entry in value):
             return "has a text without a UTF-8 encoding; mend it first"
-        if len(value) > self.max_entries:
-            return f"has {len(value)} strings; the maximum is {self.max_entries}"
         if sizes := [len(text) for text in value if not 1 <= len(text) <= self.max_characters]:
             return f"has a string of {sizes[0]} characters; give 1 to {self.max_characters}, or leave it out"
         return None
+
+    def count_problem(self, value: Any) -> str | None:
+        """Return whether there are too many texts."""
+        return _count_problem(len(value), self.max_entries, "strings")
 
 
 @dataclass(frozen=True)
@@ -159,9 +167,11 @@ class TokenIds(Kind):
         """Return what is wrong with a value."""
         if not isinstance(value, Sequence):
             return f"is {value!r}; give a list of token ids"
-        if len(value) > self.max_entries:
-            return f"has {len(value)} ids; the maximum is {self.max_entries}"
-        return token_id_problem(value)
+        return self.count_problem(value) or token_id_problem(value)
+
+    def count_problem(self, value: Any) -> str | None:
+        """Return whether there are too many ids."""
+        return _count_problem(len(value), self.max_entries, "ids")
 
     def token_ids(self, value: Any) -> Sequence[int]:
         """Return the ids."""
@@ -190,14 +200,18 @@ class Biases(Kind):
         """Return what is wrong with a value."""
         if not isinstance(value, Mapping):
             return f"is {value!r}; give a mapping from token ids to numbers"
-        if len(value) > self.max_entries:
-            return f"has {len(value)} entries; the maximum is {self.max_entries}"
+        if problem := self.count_problem(value):
+            return problem
         for token, bias in value.items():
             is_number = isinstance(bias, Real) and not isinstance(bias, bool)
             if not is_number or not -self.limit <= bias <= self.limit:
-                shown = f"{float(bias):g}" if is_number else repr(bias)
+                shown = repr(float(bias)) if is_number else repr(bias)
                 return f"is {shown} for token {token}; give numbers in [-{self.limit:g}, {self.limit:g}]"
         return token_id_problem(list(value))
+
+    def count_problem(self, value: Any) -> str | None:
+        """Return whether there are too many entries."""
+        return _count_problem(len(value), self.max_entries, "entries")
 
     def join(self, entries: Sequence[Any]) -> Any:
         """Return the mapping; of two biases for a token the last counts."""
@@ -214,6 +228,10 @@ def token_id_problem(ids: Sequence[Any]) -> str | None:
         if WholeNumber(0, MAX_UINT32).problem(token):
             return f"has {token!r}, which is no token id; give integers of at least 0"
     return None
+
+
+def _count_problem(count: int, maximum: int, noun: str) -> str | None:
+    return f"has {count} {noun}; the maximum is {maximum}" if count > maximum else None
 
 
 @dataclass(frozen=True, slots=True)

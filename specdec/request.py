@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from specdec.channel import MAX_MESSAGE_BYTES, address_problem
+from specdec.channel import MAX_REQUEST_BYTES, address_problem
 from specdec.errors import InvalidArgumentError
 from specdec.messages import check_sampling, check_speculation, sampling_to_proto, speculation_to_proto
 from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest_hint, token_id_problem
@@ -65,8 +65,8 @@ def generate_request(
     if speculation is not None:
         check_speculation(speculation)
         request.speculation.CopyFrom(speculation_to_proto(speculation))
-    if (size := request.ByteSize()) > MAX_MESSAGE_BYTES:
-        limit = f"the maximum is {MAX_MESSAGE_BYTES} bytes; shorten the prompt"
+    if (size := request.ByteSize()) > MAX_REQUEST_BYTES:
+        limit = f"the maximum is {MAX_REQUEST_BYTES} bytes; shorten the prompt"
         raise InvalidArgumentError({"prompt": f"makes a request of {size} bytes; {limit}"})
     return request
 

@@ -13,6 +13,7 @@ from specdec.parameters import MAX_UINT32, Biases, Number, Parameter, Switch, Te
 
 MAX_DRAFT_TOKENS = 32  # a support is at most 1024 tokens of 8 bytes: 32 of them stay under 300 kB
 MAX_LOGPROBS = 20
+MIN_REPETITION_PENALTY = 0.009999999776482582  # 0.01 as a 32-bit float; far smaller ones make logits infinite
 DRAWING, ENDING = "How tokens are drawn", "When generation ends"
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
@@ -34,7 +35,7 @@ class SamplingParams:
         0.0, Number(0, 1), "drop tokens less probable than this fraction of the most probable one", group=DRAWING
     )
     repetition_penalty: float = parameter(
-        1.0, Number(0, 100, excludes_low=True), "divide the logits of tokens seen before; 1: none", group=DRAWING
+        1.0, Number(MIN_REPETITION_PENALTY, 100), "divide the logits of tokens seen before; 1: none", group=DRAWING
     )
     presence_penalty: float = parameter(
         0.0, Number(-100, 100), "subtract once from the logit of a generated token; 0: none", group=DRAWING

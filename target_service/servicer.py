@@ -18,6 +18,7 @@ from specdec.serving.session_stream import (
     session_from_proto,
 )
 from specdec.serving.telemetry import get_logger
+from specdec.serving.writing import Writer
 from specdec.types import MAX_DRAFT_TOKENS, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.metrics import METRICS
@@ -39,7 +40,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
-        await serve_session(SessionStream(requests, "score"), context.write, self._fence, self._begin)
+        await serve_session(SessionStream(requests, "score"), Writer(context).write, self._fence, self._begin)
 
     def _begin(self, opening: target_pb2.OpenTarget) -> "ScoreRounds":
         self._check_model(opening.model_fingerprint)
@@ -53,7 +54,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def _check_model(self, fingerprint: str) -> None:
         """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
         if fingerprint not in ("", self._model.fingerprint):
-            problem = f"serves the model {self._model.fingerprint}, the session's text belongs to {fingerprint[:64]}"
+            problem = f"serves the model {self._model.fingerprint}, the session's text belongs to {fingerprint[:64]!r}"
             raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
     async def score(
@@ -81,12 +82,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
         if num_drafted > MAX_DRAFT_TOKENS:
             raise InvalidArgumentError({"score.draft_tokens": f"has {num_drafted}; the maximum is {MAX_DRAFT_TOKENS}"})
-        messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
-        messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
             problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
             raise InvalidArgumentError({"score": problem})
+        messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
+        messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
+        if len(message.supports.sizes) > codec.UINT32.itemsize * num_drafted:
+            raise InvalidArgumentError(
+                {"score.supports": f"has more than one support for each of {num_drafted} tokens"}
+            )
         if len(message.supports.token_ids) > codec.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
             raise InvalidArgumentError({"score.supports": f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
         try:

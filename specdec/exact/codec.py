@@ -194,9 +194,9 @@ def observation_request_to_proto(request: ObservationRequest) -> types_pb2.Obser
 
 def observation_request_from_proto(message: types_pb2.ObservationRequest, num_layers: int) -> ObservationRequest:
     """Check a request for a model of so many layers. Raises MalformedReply."""
-    layers = tuple(message.hidden_layers)
+    layers = tuple(message.hidden_layers[: MAX_OBSERVED_LAYERS + 1])  # the message may have millions
     if len(layers) > MAX_OBSERVED_LAYERS or max(layers, default=0) > num_layers:
-        raise MalformedReply(f"layers {layers[:9]}; at most {MAX_OBSERVED_LAYERS} of 0 to {num_layers} can be observed")
+        raise MalformedReply(f"layers {layers}; at most {MAX_OBSERVED_LAYERS} of 0 to {num_layers} can be observed")
     if message.num_top_tokens > MAX_TOP_TOKENS:
         raise MalformedReply(f"{message.num_top_tokens} top tokens; the maximum is {MAX_TOP_TOKENS}")
     return ObservationRequest(layers, message.num_top_tokens)

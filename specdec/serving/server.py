@@ -28,7 +28,7 @@ MAX_METADATA_BYTES = 16 << 10
 
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server on the same port silently takes half of the connections
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few compressed bytes could become a large message
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", 16_384),
@@ -100,7 +100,10 @@ def _wrapped(handler: Any) -> Any:
             # the type alone: a message could quote a prompt
             get_logger().error("call_failed", error=type(error).__name__, where=_where(error))
             failure = InternalError()
-        await context.abort_with_status(to_status(failure))
+        status = to_status(failure)
+        # grpc keeps the traceback of the abort, and with it all that this frame holds, until a garbage collection
+        del failure, request
+        await context.abort_with_status(status)
 
     return make(call, parse, handler.response_serializer)
 
@@ -133,7 +136,8 @@ class Server:
         self._service = service
         self._statuses = StatusInterceptor()
         self._health = health.aio.HealthServicer()
-        self.grpc = grpc.aio.server(interceptors=[self._statuses], options=_SERVER_OPTIONS)
+        options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes))
+        self.grpc = grpc.aio.server(interceptors=[self._statuses], options=options)
         self.port = 0
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
+from specdec.channel import MAX_MESSAGE_BYTES
 from specdec.parameters import nearest_hint
 
 ENV_PREFIX = "SPECDEC_"
@@ -34,6 +35,7 @@ class ServiceSettings(BaseSettings):
         cli_avoid_json=True,
         cli_exit_on_error=False,
     )
+    max_request_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all IPv4, [::] for all")
     port: Port = Field(50051, description="port to listen on; 0 takes a free one and logs it")

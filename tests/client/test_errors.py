@@ -273,3 +273,11 @@ def test_status_repeats_its_code_in_details() -> None:
     assert isinstance(data, bytes)
     inside = status_pb2.Status.FromString(data)
     assert (status.code, inside.code, inside.message) == (grpc.StatusCode.NOT_FOUND, 5, "gone")
+
+
+def test_long_texts_in_a_status_are_cut() -> None:
+    """Metadata of more than 8 KiB would replace the status."""
+    name = "x" * 100_000
+    status = to_status(errors.InvalidArgumentError({"open.drafter": f"is {name}"}))
+    assert len(status.details) == 1024
+    assert sum(len(value) for _, value in status.trailing_metadata) < 2000

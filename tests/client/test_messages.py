@@ -1,6 +1,7 @@
 """Public values to protobuf and back; errors name the wrong field, its value and the remedy."""
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ SAMPLING = st.builds(
     top_k=st.integers(0, 2**32 - 1),
     top_p=float32(0, 1, exclude_min=True),
     min_p=float32(0, 1),
-    repetition_penalty=float32(0, 100, exclude_min=True),
+    repetition_penalty=float32(0.01, 100),
     presence_penalty=float32(-100, 100),
     frequency_penalty=float32(-100, 100),
     seed=st.none() | st.integers(0, 2**64 - 1),
@@ -94,8 +95,9 @@ BAD_SAMPLING = [
     ({"top_p": 1.5}, "top_p", "1.5", "(0, 1]"),
     ({"min_p": -0.5}, "min_p", "-0.5", "[0, 1]"),
     ({"min_p": 2.0}, "min_p", "2", "[0, 1]"),
-    ({"repetition_penalty": 0.0}, "repetition_penalty", "0", "(0, 100]"),
-    ({"repetition_penalty": math.nan}, "repetition_penalty", "nan", "(0, 100]"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty", "0", "[0.01, 100]"),
+    ({"repetition_penalty": 2**-7}, "repetition_penalty", "0.0078125", "[0.01, 100]"),
+    ({"repetition_penalty": math.nan}, "repetition_penalty", "nan", "[0.01, 100]"),
     ({"presence_penalty": -101.0}, "presence_penalty", "-101", "[-100, 100]"),
     ({"frequency_penalty": math.inf}, "frequency_penalty", "inf", "[-100, 100]"),
     ({"max_new_tokens": 0}, "max_new_tokens", "0", "at least 1"),
@@ -140,3 +142,44 @@ def test_tokens_past_the_vocabulary_are_refused() -> None:
     messages.check_tokens([4], 5, "field")
     with pytest.raises(InvalidArgumentError, match="field has token id 5; the vocabulary ends at 4"):
         messages.check_tokens([0, 5, 1], 5, "field")
+
+
+@pytest.mark.parametrize(
+    ("flood", "words"),
+    [
+        (types_pb2.SamplingParams(stop=[""] * 200_000), "stop has 200000 strings; the maximum is 16"),
+        (types_pb2.SamplingParams(stop_token_ids=[1] * 200_000), "stop_token_ids has 200000 ids; the maximum is 256"),
+        (
+            types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(200_000), 0.0)),
+            "logit_bias has 200000 entries; the maximum is 1024",
+        ),
+    ],
+)
+def test_long_lists_are_refused_without_a_copy(flood: types_pb2.SamplingParams, words: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidArgumentError, match=words):
+            messages.sampling_from_proto(flood, VOCAB_SIZE)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 200_000
+
+
+def test_long_lists_of_texts_are_counted_first() -> None:
+    """The entries are checked only where their number is allowed."""
+    with pytest.raises(InvalidArgumentError, match="has 17 strings"):
+        messages.check_sampling(SamplingParams(stop=[""] * 16 + ["\ud800"]))
+
+
+def test_a_number_just_out_of_range_is_shown_in_full() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"is 100\.00001; give a number in \[0, 100\]"):
+        messages.check_sampling(SamplingParams(temperature=100.00001))
+    with pytest.raises(InvalidArgumentError, match=r"is 100\.00001 for token 1"):
+        messages.check_sampling(SamplingParams(logit_bias={1: 100.00001}))
+
+
+def test_the_least_repetition_penalty_is_accepted() -> None:
+    """Also as the 32-bit number that the message holds, which is a little less."""
+    message = messages.sampling_to_proto(SamplingParams(repetition_penalty=0.01))
+    assert messages.sampling_from_proto(message).repetition_penalty == np.float32(0.01)

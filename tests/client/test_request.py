@@ -8,7 +8,10 @@ import pytest
 
 import specdec
 from specdec import AsyncClient, InvalidArgumentError, SamplingParams, SpeculationParams, api, errors
-from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.channel import MAX_PROMPT_BYTES, MAX_REQUEST_BYTES
+from specdec.messages import check_sampling
+from specdec.request import generate_request
+from specdec.v1 import generation_pb2
 
 CLIENT = AsyncClient("127.0.0.1:1")
 
@@ -137,8 +140,27 @@ def test_unknown_keyword_names_the_nearest() -> None:
 
 
 def test_too_long_prompt_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=rf"\d+ bytes; the maximum is {MAX_MESSAGE_BYTES} bytes; shorten"):
-        CLIENT.generate("x" * MAX_MESSAGE_BYTES)
+    with pytest.raises(InvalidArgumentError, match=rf"\d+ bytes; the maximum is {MAX_REQUEST_BYTES} bytes; shorten"):
+        CLIENT.generate("x" * MAX_REQUEST_BYTES)
+
+
+def test_largest_parameters_fit_beside_the_largest_prompt() -> None:
+    """The largest that the checks allow, in characters of four bytes and numbers of many digits."""
+    largest = 2**32 - 1
+    sampling = SamplingParams(
+        top_k=largest,
+        seed=2**64 - 1,
+        max_new_tokens=largest,
+        num_logprobs=20,
+        logit_bias=dict.fromkeys(range(largest - 1023, largest + 1), 100.0),
+        stop=["\U0001f600" * 256] * 16,
+        stop_token_ids=[largest] * 256,
+    )
+    check_sampling(sampling)
+    speculation = SpeculationParams(num_draft_tokens=32, drafter="\U0001f600" * 64)
+    prompt = generation_pb2.GenerateRequest(text="x" * MAX_PROMPT_BYTES)
+    made = generate_request(prompt, sampling, speculation, "\U0001f600" * 255)
+    assert MAX_PROMPT_BYTES < made.ByteSize() <= MAX_REQUEST_BYTES
 
 
 def test_errors_do_not_quote_long_prompts() -> None:

@@ -142,3 +142,13 @@ def test_the_default_of_several(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": None}, {"chat_template": [{"name": "rag"}]}])
 def test_a_model_without_a_template(tmp_path: Path, config: dict[str, Any] | None) -> None:
     assert load_chat_template(folder_with(tmp_path, config)) is None
+
+
+def test_texts_past_the_limit_are_not_the_templates_refusal() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^chat renders to more than \d+ characters"):
+        ChatTemplate("{% for _ in range(99999) %}{{ messages[0].content }}{% endfor %}", {}).render([("u", "x" * 4096)])
+
+
+def test_a_refusal_quotes_without_control_characters() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"template: 'no \\x1b\[31m'"):
+        ChatTemplate("{{ raise_exception('no ' + messages[0].role) }}", {}).render([("\x1b[31m", "x")])

@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 
 from specdec import AsyncClient, SamplingParams
-from specdec.channel import open_channel
+from specdec.channel import MAX_REQUEST_BYTES, open_channel
 from specdec.errors import InvalidArgumentError, ModelMismatchError, from_rpc_error
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
@@ -56,7 +56,7 @@ BAD_REQUESTS = {
     "top_p 0": (sampled(top_p=0), ["sampling.top_p", "0", "(0, 1]"]),
     "top_p 1.5": (sampled(top_p=1.5), ["sampling.top_p", "1.5", "(0, 1]"]),
     "min_p 2": (sampled(min_p=2), ["sampling.min_p", "2", "[0, 1]"]),
-    "repetition_penalty 0": (sampled(repetition_penalty=0), ["sampling.repetition_penalty", "(0, 100]"]),
+    "repetition_penalty 0": (sampled(repetition_penalty=0), ["sampling.repetition_penalty", "[0.01, 100]"]),
     "max_new_tokens 0": (sampled(max_new_tokens=0), ["sampling.max_new_tokens", "at least 1"]),
     "max_new_tokens past the limit": (sampled(max_new_tokens=10**9), ["sampling.max_new_tokens", "1000000000"]),
     "K of 1,000": (request(speculation=Speculation(num_draft_tokens=1000)), ["num_draft_tokens", "1000", "32"]),
@@ -168,6 +168,14 @@ async def test_message_of_100_mb(served: Cluster, stub: Stub) -> None:
         with pytest.raises(InvalidArgumentError, match="shorten the prompt"):
             await client.complete("x" * (100 << 20))
     assert await good_tokens(stub)
+
+
+async def test_messages_past_the_largest_request_are_refused(stub: Stub) -> None:
+    """Answers and messages between services may be larger."""
+    error = await outcome(stub.Generate(request(text="x" * MAX_REQUEST_BYTES)))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    error = await outcome(stub.Generate(request(text="x" * (MAX_REQUEST_BYTES - 1000))))
+    assert error.code() == INVALID
 
 
 async def test_leaving_client_pauses_its_session(served: Cluster, stub: Stub) -> None:

@@ -10,7 +10,8 @@ from tokenizers.models import WordLevel
 
 from coordinator.chat import ChatTemplate
 from coordinator.generation import chain
-from coordinator.prompts import INLINE_BYTES, MAX_PROMPT_BYTES, Prompts, max_token_bytes
+from coordinator.prompts import INLINE_BYTES, Prompts, max_token_bytes
+from specdec.channel import MAX_PROMPT_BYTES
 from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.types import ModelInfo
 from specdec.v1 import generation_pb2 as pb

@@ -368,3 +368,16 @@ async def test_a_handler_may_be_cancelled_at_any_moment(
     await asyncio.gather(handler, return_exceptions=True)
     await until(lambda: not generation_tasks() and not len(coordinator.running))
     assert await coordinator.tokens("s") == undisturbed
+
+
+async def test_an_ended_session_leaves_room_before_it_is_read(store: SessionStore) -> None:
+    coordinator = ToyCoordinator(store, maximum=1)
+    for name in ("unread", "next"):
+        await coordinator.create(name)
+    async with aclosing(coordinator.follow("unread", 0, b"")) as unread:
+        await take(unread, 1)
+        with pytest.raises(OverloadedError):
+            await coordinator.tokens("next")
+        await until(lambda: not generation_tasks())
+        assert len(await coordinator.tokens("next")) == LENGTH
+        assert [tokens_of(chunk) async for chunk, _ in unread]

@@ -101,7 +101,7 @@ async def test_a_session_comes_back_as_it_was_committed(store: OpenStore) -> Non
     last = round_after((*PROMPT, 1, 2, 0), (5,), FinishReason.EOS, TokenLogprobs(-1.5, ()))
     await commit(store, session.epoch, first)
     await commit(store, session.epoch, last)
-    read = await store.read(SESSION)
+    read = await store.claim(SESSION)
     assert (read.prompt, read.emitted) == (PROMPT, first.emitted + last.emitted)
     assert (read.status, read.finish, read.digest) == (Status.FINISHED, FinishReason.EOS, last.digest)
     assert (read.request, read.statistics, read.epoch) == (b"request", last.statistics, 1)
@@ -201,7 +201,7 @@ async def check_a_repeated_commit_adds_nothing(store: OpenStore) -> None:
     played = round_after(PROMPT, (1, 2), logprobs=LOGPROBS)
     await commit(store, epoch, played)
     await commit(store, epoch, played)
-    assert (await store.read(SESSION)).emitted == played.emitted
+    assert (await store.claim(SESSION)).emitted == played.emitted
 
 
 async def check_a_repeated_last_commit_adds_nothing(store: OpenStore) -> None:
@@ -492,7 +492,13 @@ async def test_a_partial_session_is_data_loss(store: OpenStore, part: int) -> No
     if part == 2:
         await store.redis.set(keys(SESSION)[part], b"\x01")
     with pytest.raises(DataLossError):
-        await store.read(SESSION)
+        await store.claim(SESSION)
+
+
+async def test_reading_leaves_out_log_probabilities(store: OpenStore) -> None:
+    await create(store)
+    await commit(store, (await store.claim(SESSION)).epoch, round_after(PROMPT, (1, 2), logprobs=LOGPROBS))
+    assert [(entry.token, entry.logprobs) for entry in (await store.read(SESSION)).emitted] == [(1, None), (2, None)]
 
 
 async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> None:

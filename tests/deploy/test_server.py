@@ -1,9 +1,11 @@
 """Servers: ports, readiness, failure, shutdown."""
 
 import asyncio
+import gc
 import logging
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,6 +16,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
+from specdec.errors import InvalidArgumentError
 from specdec.serving.server import CannotServe, Server, run_service, serving, supervised
 from specdec.v1 import target_pb2, target_pb2_grpc
 from target_service.settings import TargetSettings
@@ -135,3 +138,60 @@ async def test_a_service_that_fails_ends() -> None:
     with pytest.raises(CannotServe, match="the engine hangs"):
         await run_service(SETTINGS, "target", SERVICE, build)
     assert ended
+
+
+class Request:
+    """A parsed request, which unlike a protobuf message can have weak references."""
+
+    def __init__(self, data: bytes) -> None:
+        requests.append(weakref.ref(self))
+
+
+requests: list[weakref.ref[Request]] = []
+
+
+async def refuse(request: Request, context: object) -> None:
+    raise InvalidArgumentError({"request": "is refused"})
+
+
+@asynccontextmanager
+async def no_garbage_collection() -> AsyncIterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def test_a_refused_request_is_freed_at_once() -> None:
+    """Not by the garbage collector, which may come long after many large requests."""
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        handlers: dict[str, Any] = {"GetTarget": grpc.unary_unary_rpc_method_handler(refuse, Request)}
+        server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        yield
+
+    requests.clear()
+    async with serving(SETTINGS, SERVICE, build) as server, no_garbage_collection():
+        for _ in range(3):
+            assert await code_of_a_call(server.port) == grpc.StatusCode.INVALID_ARGUMENT
+        async with asyncio.timeout(5):
+            while any(request() for request in requests):  # noqa: ASYNC110  # grpc's tasks must have ended
+                await asyncio.sleep(0.01)
+        assert len(requests) == 3
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_compressed_messages_are_refused(compression: grpc.Compression) -> None:
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(Answers(), server.grpc)
+        yield
+
+    async with serving(SETTINGS, SERVICE, build) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
+        get_target = target_pb2_grpc.TargetServiceStub(channel).GetTarget
+        call = get_target(target_pb2.GetTargetRequest(), compression=compression)
+        assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert await get_target(target_pb2.GetTargetRequest())

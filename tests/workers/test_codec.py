@@ -1,6 +1,7 @@
 """The values of a round to protobuf and back; malformed answers of workers are refused."""
 
 import math
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -341,3 +342,15 @@ def test_noise_is_refused_or_is_scores(probs: bytes, mass: bytes, tokens: bytes)
     except codec.MalformedReply:
         return
     assert all(position.tail_token < VOCAB_SIZE for position in scores.positions)
+
+
+def test_many_observed_layers_are_refused_without_a_copy() -> None:
+    flood = types_pb2.ObservationRequest(hidden_layers=[1] * 200_000)
+    tracemalloc.start()
+    try:
+        with pytest.raises(codec.MalformedReply, match="at most 8 of"):
+            codec.observation_request_from_proto(flood, 4)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 200_000

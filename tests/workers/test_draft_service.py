@@ -420,6 +420,9 @@ async def test_a_stream_fenced_while_writing_drafts_nothing_ahead() -> None:
         def __init__(self) -> None:
             self.reads, self.wrote = asyncio.Event(), asyncio.Event()
 
+        async def send_initial_metadata(self, metadata: object) -> None:
+            pass
+
         async def write(self, answer: pb.ProposeResponse) -> None:
             self.wrote.set()
             await self.reads.wait()
@@ -596,6 +599,8 @@ async def test_bad_openings_are_refused(channel: grpc.aio.Channel) -> None:
     error = await DraftStream(channel, "s", drafter="oracle").refused()
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert "'oracle'; on offer: model, ngram" in (error.details() or "")
+    error = await DraftStream(channel, "s", drafter="x" * 100_000).refused()
+    assert error.details() == "open.drafter has 100000 characters; the maximum is 64"
     biased = DraftStream(channel, "s", SamplingParams(seed=1, logit_bias={310: 1.0}))
     assert "sampling.logit_bias" in ((await biased.refused()).details() or "")
     call = draft_pb2_grpc.DraftServiceStub(channel).Propose()

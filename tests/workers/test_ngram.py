@@ -1,5 +1,6 @@
 """Prompt lookup: what it finds, how it truncates, and the limit on what it holds."""
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from draft_service.drafter import DraftRequest, DraftResult
 from draft_service.drafters.ngram import NgramDrafter, SuffixIndex
+from draft_service.session_texts import CHUNK_TOKENS, SESSION_TOKENS
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 
@@ -119,3 +121,32 @@ async def test_the_least_recently_used_text_is_evicted() -> None:
     assert (await ask(drafter, "b", 400, [1])).cached_len == 0, "forgotten"
     assert (await ask(drafter, "a", 400, [1])).cached_len == 401
     assert (await ask(drafter, "d", 0, list(range(5000)))).cached_len == 5000, "the last one always stays"
+
+
+async def test_a_lost_text_is_not_held_until_it_comes_whole() -> None:
+    drafter = NgramDrafter(1, 4)
+    assert (await ask(drafter, "s", 5, [1])).cached_len == 0
+    assert drafter.num_sessions == 0
+
+
+async def test_many_short_texts_are_evicted() -> None:
+    drafter = NgramDrafter(1, 4, max_held_tokens=1000)
+    for number in range(1000):
+        await ask(drafter, f"s{number}", 0, [])
+    assert drafter.num_sessions <= 1000 // SESSION_TOKENS + 1
+
+
+def test_longer_texts_than_it_may_hold_do_not_fit() -> None:
+    assert NgramDrafter(1, 4, max_held_tokens=1000).model.context_length == 1000
+
+
+async def test_other_work_runs_during_a_long_truncation() -> None:
+    drafter = NgramDrafter(1, 4)
+    await ask(drafter, "s", 0, [1] * (5 * CHUNK_TOKENS))
+    num_turns = 0
+    asking = asyncio.create_task(ask(drafter, "s", 0, [2]))
+    while not asking.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert num_turns >= 5
+    assert (await asking).cached_len == 1

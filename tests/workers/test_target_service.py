@@ -407,7 +407,7 @@ BAD_ROUNDS = {
     "supports missing": (score_request(tokens=[1], draft_tokens=[3]), "malformed proposal"),
     "too many supports": (
         score_request(tokens=[1], draft_tokens=[3], supports=packed_supports([3], [4])),
-        "malformed proposal",
+        "more than one support",
     ),
     "own token not in the support": (
         score_request(tokens=[1], draft_tokens=[3], supports=packed_supports([4])),
