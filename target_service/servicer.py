@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
-from specdec.errors import InvalidArgumentError, ModelMismatchError
+from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
 from specdec.serving.model_worker import run_task
@@ -75,7 +75,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return response
 
     def _checked(self, message: target_pb2.Score) -> ScoreRound:
-        """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
+        """Check a round, so that nothing in it can harm another session.
+
+        Raises InvalidArgumentError, ContextTooShortError.
+        """
         num_drafted = len(message.draft_tokens)
         if not message.tokens:
             raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
@@ -85,8 +88,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
-            problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
-            raise InvalidArgumentError({"score": problem})
+            holds = f"this worker's context holds {self._model.context_length}"
+            raise ContextTooShortError(f"the text would be {length} tokens long; {holds}; ask another worker")
         if len(message.supports.token_ids) > codec.UINT32.itemsize * MAX_SUPPORT_TOKENS * num_drafted:
             raise InvalidArgumentError({"score.supports": f"has a support of more than {MAX_SUPPORT_TOKENS} tokens"})
         try:

@@ -16,12 +16,18 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
-from specdec.engine import ContiguousPool, EngineLoop, Feed, ForwardOutput, KvCache, LayerShape, Task
-from specdec.errors import FencedError, from_rpc_error
+from specdec.engine import ContiguousPool, EngineError, EngineLoop, Feed, ForwardOutput, KvCache, LayerShape, Task
+from specdec.errors import (
+    ContextTooShortError,
+    FencedError,
+    InvalidArgumentError,
+    UnavailableError,
+    from_rpc_error,
+)
 from specdec.exact import codec
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.values import ObservationRequest, Proposal, Scores, SparseDistribution
-from specdec.serving.model_worker import eos_token_ids, running
+from specdec.serving.model_worker import MAX_FAILED_FORWARDS, eos_token_ids, running
 from specdec.serving.server import Server, serving
 from specdec.serving.session_stream import EpochFence, WorkerSession
 from specdec.serving.tokenizer import TokenizerMissing, fingerprint, load_tokenizer
@@ -452,7 +458,8 @@ async def test_bad_rounds_are_refused_without_side_effects(
     session = next(names)
     witness = await TargetStream(channel, session).score(0, PROMPT, DRAFT, SUPPORTS)
     error = await TargetStream(channel, session).fail(message)
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, error
+    expected = ContextTooShortError if "past the context" in name else InvalidArgumentError
+    assert type(from_rpc_error(error)) is expected, error
     assert words in (error.details() or "")
     again = await TargetStream(channel, session).score(0, PROMPT, DRAFT, SUPPORTS)
     assert again.tail_tokens == witness.tail_tokens
@@ -602,3 +609,24 @@ class HungModel:
         for feed in feeds:
             feed.sequence.append(feed.tokens)
         return ForwardOutput(torch.zeros(len(feeds), 3), (None,) * len(feeds))
+async def test_a_worker_whose_forwards_all_fail_ends() -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error")
+
+    engine: EngineLoop[Any] = EngineLoop(HungModel(broken), finish_all)
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        async with running(engine, server, watch_s=0.001):
+            yield
+
+    async with serving(TargetSettings(model="none", port=0, drain_s=0), SERVICE, build) as server:
+        for number in range(MAX_FAILED_FORWARDS):
+            assert not server.failure.done()
+            with pytest.raises(EngineError, match="CUDA error"):
+                await engine.run(Task(f"session {number}", 0, [1], 1))
+        assert await server.failure == (
+            "the last 8 forwards have failed; the log has the cause, a new process the remedy"
+        )
+
+
