@@ -65,7 +65,11 @@ def _formatter(
         else structlog.dev.ConsoleRenderer(colors=False)
     )
     # the engine logs by the standard library: its fields are the record's extra ones
-    from_libraries = [structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder(), *shared]
+    from_libraries: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        *shared,
+    ]
     remove = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=from_libraries, processors=[remove, render])
 
@@ -100,7 +104,8 @@ def log_uncaught(kind: type[BaseException], error: BaseException | None, trace: 
 def log_unraisable(given: "sys.UnraisableHookArgs") -> None:
     """Log an exception that could not be raised, as in a finaliser."""
     error = given.exc_value or given.exc_type()
-    what = given.err_msg or f"Exception ignored in: {getattr(given.object, '__qualname__', type(given.object).__name__)}"
+    where = getattr(given.object, "__qualname__", type(given.object).__name__)
+    what = given.err_msg or f"exception ignored in {where}"
     get_logger().error("unraisable", what=what, exc_info=(given.exc_type, error, given.exc_traceback))
 
 
