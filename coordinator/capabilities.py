@@ -37,7 +37,9 @@ class ServedModels:
 
     def observe(self, answers: Sequence[ModelInfo]) -> None:
         """Record the answers of one refresh. Without any answer nothing changes: the same workers may come back."""
-        by_fingerprint = {answer.fingerprint: answer for answer in answers}
+        # workers of one model may have caches of several sizes: what is promised must fit into each
+        longest_first = sorted(answers, key=lambda answer: answer.context_length, reverse=True)
+        by_fingerprint = {answer.fingerprint: answer for answer in longest_first}
         # of several that are new at once the most frequent one counts as the newest
         counts = Counter(answer.fingerprint for answer in answers)
         for fingerprint in sorted(by_fingerprint, key=counts.__getitem__):

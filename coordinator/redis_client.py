@@ -22,7 +22,7 @@ MAX_WAIT_S = 15.0  # for one of them to end: longer than a call with all of its 
 
 
 Script = Callable[[list[str], list[Any]], Awaitable[Any]]
-"""A Lua script, as a function of its keys and arguments. It raises UnavailableError."""
+"""A Lua script, as a function of its keys and arguments. It raises UnavailableError, also for a malformed reply."""
 
 
 def read_script(name: str) -> str:
@@ -42,10 +42,17 @@ class RedisClient:
         self._turns = asyncio.Semaphore(min(MAX_CALLS, redis.connection_pool.max_connections))
         self._max_wait_s = max_wait_s
 
-    def script(self, name: str) -> Script:
-        """Return the script `coordinator/<name>.lua`."""
+    def script(self, name: str, is_reply: Callable[[Any], bool]) -> Script:
+        """Return the script `coordinator/<name>.lua`; `is_reply` says whether it could have given a reply."""
         script = self.redis.register_script(self._read_script(name))
-        return lambda keys, arguments: self._call(lambda: script(keys=keys, args=arguments))
+
+        async def run(keys: list[str], arguments: list[Any]) -> Any:
+            reply = await self._call(lambda: script(keys=keys, args=arguments))
+            if not is_reply(reply):
+                raise UnavailableError(f"the session store gave a malformed reply to {name}; try again")
+            return reply
+
+        return run
 
     async def ping(self) -> None:
         """Return once Redis answered. Raises UnavailableError."""

@@ -128,6 +128,8 @@ class Coordinator:
             pass  # the commit will fail
         except (SpecdecError, SessionCancelled) as reason:
             running.interrupt(reason)
+        except Exception as error:  # of one session; the heartbeats of the others go on
+            get_logger().error("heartbeat_failed", session_id=running.session_id, error=type(error).__name__)
 
     async def _owns(self, running: RunningGeneration, offset: int, digest: bytes) -> bool:
         """Ask the store whether this coordinator still owns a session of which a client has more, or other, tokens.

@@ -13,15 +13,18 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import RedisClient, open_redis
 from specdec import messages
-from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError
+from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, UnavailableError
 from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2, types_pb2
 
+# what a script says to an owner, and the length of such a reply
+OUTCOMES = [(b"committed", 1), (b"alive", 1), (b"cancelled", 1), (b"gone", 1), (b"fenced", 2), (b"conflict", 2)]
 UNSTARTED_STATISTICS = generation_pb2.Statistics().SerializeToString()
 
 
@@ -68,9 +71,9 @@ class SessionStore:
     def __init__(self, redis: RedisClient, ttl_s: float) -> None:
         self._redis = redis
         self._ttl_ms = int(ttl_s * 1000)
-        self._create, self._commit = redis.script("create"), redis.script("commit")
-        self._claim, self._cancel = redis.script("claim"), redis.script("cancel")
-        self._heartbeat = redis.script("heartbeat")
+        self._create = redis.script("create", lambda reply: reply in (b"created", b"exists", b"conflict"))
+        self._commit, self._heartbeat = redis.script("commit", _is_outcome), redis.script("heartbeat", _is_outcome)
+        self._claim, self._cancel = redis.script("claim", _is_contents), redis.script("cancel", _is_status)
 
     async def ping(self) -> None:
         """Return once Redis answered."""
@@ -153,7 +156,10 @@ class SessionStore:
         found = await self._claim(keys(session_id), [claim, self._ttl_ms, model])
         if not found:
             raise _not_found()
-        return _session(session_id, *found)
+        try:
+            return _session(session_id, *found)
+        except (KeyError, ValueError, struct.error, DecodeError) as error:
+            raise UnavailableError(f"the session store gave a malformed session ({type(error).__name__})") from error
 
 
 def open_store(url: str, ttl_s: float) -> SessionStore:
@@ -166,13 +172,30 @@ def keys(session_id: str) -> list[str]:
     return [f"specdec:{{{session_id}}}:{part}" for part in ("meta", "tokens", "origins", "logprobs")]
 
 
+def _is_outcome(reply: Any) -> bool:
+    """Return whether a reply is an outcome with its facts."""
+    return isinstance(reply, list) and bool(reply) and (reply[0], len(reply)) in OUTCOMES
+
+
+def _is_contents(reply: Any) -> bool:
+    """Return whether a reply is a session's fields and packed lists, or empty: there is none."""
+    if not isinstance(reply, list) or len(reply) not in (0, 4):
+        return False
+    return not reply or (isinstance(reply[0], list | Mapping) and all(isinstance(part, bytes) for part in reply[1:]))
+
+
+def _is_status(reply: Any) -> bool:
+    """Return whether a reply is a session's status, or None: there is none."""
+    return reply is None or reply in [status.value.encode() for status in Status]
+
+
 def _check_owner(outcome: bytes, *facts: bytes) -> None:
     """Raise what a script says against the caller being the owner of a session as the store has it."""
     if outcome == b"fenced":
         raise FencedError("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
     if outcome == b"cancelled":
         raise SessionCancelled
-    if outcome not in (b"committed", b"alive"):
+    if outcome in (b"gone", b"conflict"):
         raise DataLossError("the session store lost what was committed; begin a new session")
 
 

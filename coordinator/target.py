@@ -13,7 +13,14 @@ from coordinator import metrics
 from coordinator.rounds import Scored
 from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
 from specdec import messages
-from specdec.errors import ModelMismatchError, OverloadedError, SpecdecError, UnavailableError
+from specdec.errors import (
+    ContextTooShortError,
+    InternalError,
+    ModelMismatchError,
+    OverloadedError,
+    SpecdecError,
+    UnavailableError,
+)
 from specdec.exact import codec
 from specdec.exact.values import Proposal, Scores
 from specdec.retry import RetryPolicy
@@ -21,7 +28,10 @@ from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.1, maximum_s=2.0)  # where no target worker answers
-REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where one answers that serves another model
+REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where one answers that cannot serve the session
+# of one round, fewer than end a worker (specdec/serving/model_worker.py): what one session asks must not end workers
+MAX_INTERNAL_ERRORS = 7
+RETRIED = (UnavailableError, OverloadedError, InternalError, ModelMismatchError, ContextTooShortError)
 
 
 class TargetWorkers:
@@ -46,7 +56,7 @@ class TargetWorkers:
     ) -> "SessionScorer":
         """Return a session's scorer; its stream opens with the first round.
 
-        `on_mismatch` is called when a worker turns out to serve another model than the session's.
+        `on_mismatch` is called when a worker cannot serve the session: its model is another, its context too short.
         """
         target = target_pb2.OpenTarget(
             session=session.opening(), model_fingerprint=session.model_fingerprint, observations=observations
@@ -77,17 +87,21 @@ class SessionScorer:
         self._stream = stream
         self._vocab_size, self._wants_logprobs = vocab_size, wants_logprobs
         self._retry = replace(RETRY, budget_s=patience_s)
+        self._retry_internal = replace(self._retry, max_failures=MAX_INTERNAL_ERRORS)
         self._reroute = replace(REROUTE, budget_s=patience_s)
         self._on_mismatch = on_mismatch
         self._num_prompt_tokens = num_prompt_tokens
 
     async def score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
-        """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer."""
+        """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer.
+
+        A round that fails inside one worker may succeed at another: it is asked again, up to MAX_INTERNAL_ERRORS times.
+        """
         begin, failures = time.monotonic(), Counter[type[SpecdecError]]()
         while True:
             try:
                 return await self._score(committed, proposal)
-            except (UnavailableError, OverloadedError, ModelMismatchError) as error:
+            except RETRIED as error:
                 failures[type(error)] += 1
                 pause_s = self._pause_s(error, failures[type(error)], time.monotonic() - begin)
                 if pause_s is None:
@@ -96,11 +110,17 @@ class SessionScorer:
 
     def _pause_s(self, error: SpecdecError, num_failures: int, elapsed_s: float) -> float | None:
         """Return the pause before the next attempt, None if the session's patience is at an end."""
-        if not isinstance(error, ModelMismatchError):
-            return self._retry.pause_s(num_failures, elapsed_s, random.random())
-        self._stream.reroute()
-        self._on_mismatch()
-        return self._reroute.pause_s(num_failures, elapsed_s, random.random())
+        if isinstance(error, ModelMismatchError | ContextTooShortError):
+            self._stream.reroute()
+            self._on_mismatch()
+            policy = self._reroute
+        elif isinstance(error, InternalError):
+            if num_failures > 1:  # the first may have been another session's fault
+                self._stream.reroute()
+            policy = self._retry_internal
+        else:
+            policy = self._retry
+        return policy.pause_s(num_failures, elapsed_s, random.random())
 
     def _given_up(self, error: SpecdecError, has_text: bool) -> SpecdecError:
         waited_s = self._retry.budget_s
@@ -111,6 +131,9 @@ class SessionScorer:
             return ModelMismatchError(
                 f"{message}; begin a new session, or resume this one when that model is served again"
             )
+        if isinstance(error, ContextTooShortError):
+            message = f"no target worker that has room for this session's text was found within {waited_s:g} s"
+            return ContextTooShortError(f"{message}; resume it when one is served again, or begin a shorter session")
         if isinstance(error, UnavailableError):
             message = f"no target worker has served this round for {waited_s:g} s; the session can be resumed"
             return UnavailableError(f"{message} (last: {error})", error.retry_after_s)

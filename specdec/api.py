@@ -4,6 +4,7 @@ from specdec.client import AsyncClient
 from specdec.completion import Chunk, Completion, Finish, ServedModel, Session, SessionStatus, Usage
 from specdec.errors import (
     AlreadyExistsError,
+    ContextTooShortError,
     DataLossError,
     DeadlineExceededError,
     FencedError,
@@ -42,6 +43,7 @@ __all__ = [
     "Chunk",
     "Client",
     "Completion",
+    "ContextTooShortError",
     "DataLossError",
     "DeadlineExceededError",
     "FencedError",

@@ -6,6 +6,7 @@
     ├── AlreadyExistsError       ALREADY_EXISTS (REQUEST_ID_REUSED)
     ├── FencedError              ABORTED (SESSION_FENCED)
     ├── ModelMismatchError       FAILED_PRECONDITION (MODEL_MISMATCH)      UNIMPLEMENTED
+    ├── ContextTooShortError     FAILED_PRECONDITION (CONTEXT_TOO_SHORT)
     ├── NonFiniteLogitsError     FAILED_PRECONDITION (NON_FINITE_LOGITS)
     ├── UnauthenticatedError     UNAUTHENTICATED
     ├── PermissionDeniedError    PERMISSION_DENIED
@@ -113,6 +114,13 @@ class ModelMismatchError(SpecdecError):
     foreign_codes = (grpc.StatusCode.UNIMPLEMENTED,)
 
 
+class ContextTooShortError(SpecdecError):
+    """The session's text is too long for this worker; another worker of the same model may have more room."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    reason = "CONTEXT_TOO_SHORT"
+
+
 class NonFiniteLogitsError(SpecdecError):
     """The model gave NaN or infinity for this session."""
 
@@ -210,6 +218,7 @@ ERRORS: tuple[type[SpecdecError], ...] = (
     AlreadyExistsError,
     FencedError,
     ModelMismatchError,
+    ContextTooShortError,
     NonFiniteLogitsError,
     UnauthenticatedError,
     PermissionDeniedError,

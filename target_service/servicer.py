@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
-from specdec.errors import InvalidArgumentError, ModelMismatchError
+from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
 from specdec.serving.model_worker import run_task
@@ -76,7 +76,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return response
 
     def _checked(self, message: target_pb2.Score) -> ScoreRound:
-        """Check a round, so that nothing in it can harm another session. Raises InvalidArgumentError."""
+        """Check a round, so that nothing in it can harm another session.
+
+        Raises InvalidArgumentError, ContextTooShortError.
+        """
         num_drafted = len(message.draft_tokens)
         if not message.tokens:
             raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
@@ -84,8 +87,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise InvalidArgumentError({"score.draft_tokens": f"has {num_drafted}; the maximum is {MAX_DRAFT_TOKENS}"})
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
-            problem = f"would be {length} tokens long; this worker's context holds {self._model.context_length}"
-            raise InvalidArgumentError({"score": problem})
+            holds = f"this worker's context holds {self._model.context_length}"
+            raise ContextTooShortError(f"the text would be {length} tokens long; {holds}; ask another worker")
         messages.check_tokens(message.tokens, self._model.vocab_size, "score.tokens")
         messages.check_tokens(message.draft_tokens, self._model.vocab_size, "score.draft_tokens")
         if len(message.supports.sizes) > codec.UINT32.itemsize * num_drafted:

@@ -39,6 +39,7 @@ class ProposeTask(Task[Proposal]):
             min(1, request.num_draft_tokens),
             num_committed=request.committed_length if num_committed is None else num_committed,
             match=match or bool(begun.tokens),
+            on_draft=True,  # the worker's own, ahead of the verdict or accepted
         )
         self.session = session
         self.request = request

@@ -69,6 +69,7 @@ class EngineLoop(Generic[TaskT]):
         self._inbox: SimpleQueue[TaskT | Callable[[], None]] = SimpleQueue()
         self._forgotten: set[str] = set()
         self._num_arrived = 0
+        self._num_failed_forwards = 0
         self._step_began_s: float | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -119,6 +120,11 @@ class EngineLoop(Generic[TaskT]):
         """Seconds since the step in progress began; 0 when the engine is idle."""
         began_s = self._step_began_s
         return 0.0 if began_s is None else time.perf_counter() - began_s
+
+    @property
+    def num_failed_forwards(self) -> int:
+        """How many forwards have failed since the last one that succeeded."""
+        return self._num_failed_forwards
 
     def is_stalled(self, max_age_s: float) -> bool:
         """Whether work makes no progress: a step takes longer than `max_age_s`, or the thread has ended."""
@@ -190,8 +196,10 @@ class EngineLoop(Generic[TaskT]):
             output = self._model.forward([feed for _, feed in batch])
             _synchronize(output)
         except Exception as error:
+            self._num_failed_forwards += 1
             self._fail([task for task, _ in batch], "the forward", error)
             return
+        self._num_failed_forwards = 0
         forward_s = time.perf_counter() - began_s
         for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s

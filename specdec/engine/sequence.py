@@ -156,7 +156,14 @@ class Sequence:
         self._storage.release(self)
 
     def resume(
-        self, start: int, tokens: Tokens[int], *, num_committed: int, min_fed: int = 0, match: bool = False
+        self,
+        start: int,
+        tokens: Tokens[int],
+        *,
+        num_committed: int,
+        min_fed: int = 0,
+        match: bool = False,
+        on_draft: bool = False,
     ) -> list[int]:
         """Truncate to `start`, to append `tokens`; return what is left to feed of them, at least `min_fed` tokens.
 
@@ -164,10 +171,12 @@ class Sequence:
         any path of the tree), with `match` (from any position), and where the pending round began with the same `start`
         (as many as it kept then, so that a repeated message feeds what it fed before). Then `num_committed` tokens
         count as committed. Raises CacheMiss, with the number of committed tokens, if fewer than `start` tokens are
-        cached as one text.
+        committed and cached. With `on_draft`, `start` may lie within the draft, up to its first branch: the caller
+        knows that the tokens before `start` are those that it drafted.
         """
-        if start > self.num_linear:
-            raise CacheMiss(min(self._num_committed, self.length), start)  # the rest was only a draft
+        verified = min(self._num_committed, self.length)
+        if start > (self.num_linear if on_draft else verified):
+            raise CacheMiss(verified, start)
         path = self._path(start, tokens)[: self._num_to_keep(start, match)]
         kept = max(0, min(start + len(path), start + len(tokens) - min_fed))
         fed = [*self._tokens[kept:start], *tokens[max(0, kept - start) :]]

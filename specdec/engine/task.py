@@ -45,7 +45,8 @@ class Task(Generic[ResultT]):
 
     The last len(parents) tokens form a tree (see `exact/tree.py`); all tokens up to length `num_committed` are
     committed, the others are a round's draft: by default all are committed, but for the tree. `match` keeps any cached
-    tokens after `start` that are the same. With `hidden_layers`, `hidden_states` holds the states of the last
+    tokens after `start` that are the same; with `on_draft`, `start` may lie within a draft that is cached, where an
+    error costs only speed. With `hidden_layers`, `hidden_states` holds the states of the last
     `num_observed` tokens when the rows are due, fewer where fewer were fed.
 
     Subclass it to add what the processor needs. When the rows are due the processor gets the task and its logits; it
@@ -65,6 +66,7 @@ class Task(Generic[ResultT]):
         parents: tuple[int, ...] = (),
         num_committed: int | None = None,
         match: bool = False,
+        on_draft: bool = False,
         hidden_layers: tuple[int, ...] = (),
         num_observed: int = 0,
     ) -> None:
@@ -75,6 +77,7 @@ class Task(Generic[ResultT]):
         self.parents = parents
         self.num_committed = start + len(tokens) - len(parents) if num_committed is None else num_committed
         self.match = match
+        self.on_draft = on_draft
         self.hidden_layers = hidden_layers
         self.num_observed = num_observed
         self.hidden_states: torch.Tensor | None = None  # [num_observed, len(hidden_layers), hidden_size]
@@ -112,7 +115,7 @@ class Task(Generic[ResultT]):
 
         Runs before the task's first forward, perhaps several times: while the task waits for room, and again from the
         start when its sequence was evicted meanwhile. An override must leave the sequence ready for `tokens`; it may
-        end the task. Raises CacheMiss where fewer than `start` tokens are cached.
+        end the task. Raises CacheMiss where fewer than `start` tokens are committed and cached.
         """
         self.tokens = self.sequence.resume(
             self.start,
@@ -120,6 +123,7 @@ class Task(Generic[ResultT]):
             num_committed=self.num_committed,
             min_fed=self.num_together,
             match=self.match,
+            on_draft=self.on_draft,
         )
 
     def proceed(self, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:

@@ -24,6 +24,7 @@ from specdec.types import ModelInfo
 
 STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
 EXIT_AFTER_STALL_FACTOR = 5.0  # times as long: the process ends, and its supervisor starts another
+MAX_FAILED_FORWARDS = 8  # in a row: a device in such a state does not recover within the process
 WATCH_S = 1.0
 
 
@@ -119,6 +120,9 @@ async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watc
         was_stalled = stalled
         if engine.is_stalled(EXIT_AFTER_STALL_FACTOR * stalled_s):
             server.fail("the engine has stopped, or hangs; the log has the cause, a new process the remedy")
+        if engine.num_failed_forwards >= MAX_FAILED_FORWARDS:
+            problem = f"the last {engine.num_failed_forwards} forwards have failed"
+            server.fail(f"{problem}; the log has the cause, a new process the remedy")
 
 
 async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:

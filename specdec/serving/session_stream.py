@@ -2,18 +2,24 @@
 
 A stream is: open, rounds, close. A bare end means abandoned: the cache stays for the coordinator that takes the session
 over. In grpc.aio a client's cancel or deadline looks like a bare end too, which is why `close` is a message.
+
+A connection that broke at one end only may still deliver messages that its coordinator has given up and repeated on a
+new stream. So a session's latest stream is its only one, and a session has one round at a time.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 from google.protobuf.message import Message
 
 from specdec import messages
-from specdec.errors import FencedError, InvalidArgumentError
+from specdec.errors import FencedError, InvalidArgumentError, UnavailableError
 from specdec.serving.telemetry import get_logger
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
@@ -47,23 +53,48 @@ def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None, t
 
 
 class EpochFence:
-    """The highest epoch that each session came with; lower ones are of former owners."""
+    """The highest epoch that each session came with, and its latest stream; all others are of former owners."""
 
     def __init__(self, max_sessions: int = MAX_REMEMBERED_SESSIONS) -> None:
-        self._epochs: OrderedDict[str, int] = OrderedDict()  # least recently heard of first
+        # by session id: epoch and stream; least recently heard of first
+        self._latest: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by session id
+        self._stream_numbers = count(1)
         self._max_sessions = max_sessions
 
-    def check(self, session: WorkerSession) -> None:
-        """Record the session's epoch. Raises FencedError if a higher one was seen."""
-        highest = self._epochs.get(session.session_id, 0)
-        if session.epoch < highest:
-            raise FencedError(
-                f"the session is at epoch {highest}, this stream at {session.epoch}; its owner has changed"
-            )
-        self._epochs[session.session_id] = session.epoch
-        self._epochs.move_to_end(session.session_id)
-        if len(self._epochs) > self._max_sessions:
-            self._epochs.popitem(last=False)
+    def enter(self, session: WorkerSession) -> "Claim":
+        """Return a new stream's claim on a session; older streams lose theirs. Raises FencedError as `Claim.check`."""
+        turn = self._turns.setdefault(session.session_id, asyncio.Lock())
+        claim = Claim(self, session, next(self._stream_numbers), turn)
+        claim.check()
+        return claim
+
+    def check(self, session: WorkerSession, stream_number: int) -> None:
+        """Record a stream that has sent a message. Raises FencedError, UnavailableError as `Claim.check`."""
+        epoch, latest = self._latest.get(session.session_id, (0, 0))
+        if session.epoch < epoch:
+            raise FencedError(f"the session is at epoch {epoch}, this stream at {session.epoch}; its owner has changed")
+        if session.epoch == epoch and stream_number < latest:
+            raise UnavailableError("a newer stream of this session has come; open another one to continue")
+        self._latest[session.session_id] = session.epoch, stream_number
+        self._latest.move_to_end(session.session_id)
+        if len(self._latest) > self._max_sessions:
+            self._latest.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One stream's claim on its session."""
+
+    fence: EpochFence
+    session: WorkerSession
+    stream_number: int
+    turn: asyncio.Lock
+    """Held while a round runs: a round of an older stream ends before one of a newer stream begins, or is refused."""
+
+    def check(self) -> None:
+        """Raise FencedError if a higher epoch was seen, UnavailableError if a newer stream of this epoch was."""
+        self.fence.check(self.session, self.stream_number)
 
 
 class SessionStream:
@@ -130,31 +161,34 @@ async def serve_session(
 ) -> None:
     """Answer one session's rounds until its stream ends; `begin` checks the first message.
 
-    Raises FencedError as soon as a higher epoch has come, InvalidArgumentError for messages out of order.
+    Raises FencedError as soon as a higher epoch has come, UnavailableError as soon as a newer stream has,
+    InvalidArgumentError for messages out of order.
     """
     opening = await stream.opening()
     if opening is None:
         return
     rounds = begin(opening)
-    fence.check(rounds.session)
+    claim = fence.enter(rounds.session)
     try:
-        await _answer_rounds(stream, write, fence, rounds)
+        await _answer_rounds(stream, write, claim, rounds)
     finally:
         rounds.leave()
         _log_end(stream, rounds)
 
 
 async def _answer_rounds(
-    stream: SessionStream, write: Callable[[Message], Awaitable[None]], fence: EpochFence, rounds: SessionRounds
+    stream: SessionStream, write: Callable[[Message], Awaitable[None]], claim: Claim, rounds: SessionRounds
 ) -> None:
     async for message in stream.rounds():
-        fence.check(rounds.session)
-        await write(await rounds.answer(message, is_first=stream.num_rounds == 0))
+        async with claim.turn:
+            claim.check()
+            answer = await rounds.answer(message, is_first=stream.num_rounds == 0)
+        await write(answer)
         stream.num_rounds += 1
-        fence.check(rounds.session)  # a write to a coordinator that hangs may outlast its ownership
+        claim.check()  # a write to a coordinator that hangs may outlast its ownership
         rounds.answered()
     if stream.closed:
-        fence.check(rounds.session)
+        claim.check()
         rounds.forget()
 
 

@@ -52,6 +52,7 @@ def configure_logs(service: str, level: str, log_format: Literal["json", "text"]
     # our handlers come after the server's start, when the service can work; grpc finds them by name then
     logging.getLogger("grpc._cython.cygrpc").addFilter(lambda record: "register method handlers" not in record.msg)
     sys.excepthook = log_uncaught
+    sys.unraisablehook = log_unraisable
     threading.excepthook = lambda given: log_uncaught(given.exc_type, given.exc_value, given.exc_traceback)
 
 
@@ -63,7 +64,12 @@ def _formatter(
         if log_format == "json"
         else structlog.dev.ConsoleRenderer(colors=False)
     )
-    from_libraries = [structlog.stdlib.add_logger_name, *shared]
+    # the engine logs by the standard library: its fields are the record's extra ones
+    from_libraries: list[structlog.typing.Processor] = [
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        *shared,
+    ]
     remove = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=from_libraries, processors=[remove, render])
 
@@ -93,6 +99,14 @@ def log_uncaught(kind: type[BaseException], error: BaseException | None, trace: 
     """Log an uncaught exception; in the main thread it ends the process."""
     if not issubclass(kind, KeyboardInterrupt | SystemExit):
         get_logger().critical("uncaught", exc_info=(kind, error or kind(), trace))
+
+
+def log_unraisable(given: "sys.UnraisableHookArgs") -> None:
+    """Log an exception that could not be raised, as in a finaliser."""
+    error = given.exc_value or given.exc_type()
+    where = getattr(given.object, "__qualname__", type(given.object).__name__)
+    what = given.err_msg or f"exception ignored in {where}"
+    get_logger().error("unraisable", what=what, exc_info=(given.exc_type, error, given.exc_traceback))
 
 
 def log_unhandled(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -417,6 +417,7 @@ FINAL_ERRORS: list[specdec.SpecdecError] = [
     specdec.NotFoundError("there is no session s-1"),
     specdec.AlreadyExistsError("request_id r was used with other parameters"),
     specdec.ModelMismatchError("the draft's tokenizer is another"),
+    specdec.ContextTooShortError("no worker has room for 73 tokens"),
     specdec.NonFiniteLogitsError("the model gave NaN"),
     specdec.DataLossError("the store went back"),
     specdec.InternalError(),

@@ -27,6 +27,7 @@ EXAMPLES: list[SpecdecError] = [
     errors.AlreadyExistsError("used before"),
     errors.FencedError("taken over", epoch=7),
     errors.ModelMismatchError("tokenizers differ"),
+    errors.ContextTooShortError("73 tokens"),
     errors.NonFiniteLogitsError("NaN"),
     errors.UnauthenticatedError("no token"),
     errors.PermissionDeniedError("not yours"),

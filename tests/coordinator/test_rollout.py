@@ -183,3 +183,12 @@ def test_no_answer_changes_nothing() -> None:
 
 def test_the_most_frequent_of_new_models_counts() -> None:
     assert newest("abb") == newest("bba") == "b"
+
+
+@pytest.mark.parametrize("lengths", [(73, 512), (512, 73), (512, 73, 512)])
+def test_new_sessions_fit_into_each_worker(lengths: tuple[int, ...]) -> None:
+    """Workers of one model differ in context length where their caches do."""
+    served = ServedModels()
+    served.observe([ModelInfo("model", fingerprint="a", context_length=length) for length in lengths])
+    assert served.newest
+    assert served.newest.context_length == 73

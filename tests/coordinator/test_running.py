@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
+from itertools import count
 
 import pytest
 
@@ -232,6 +233,26 @@ async def test_cancelling_elsewhere_ends_the_round(coordinator: ToyCoordinator) 
         assert await ToyCoordinator(coordinator.store).cancel("s") is Status.CANCELLED
         await ended_cancelled(coordinator, seen, chunks)
     assert coordinator.toys.scorers[0].num_closed == 1
+    watching.cancel()
+
+
+async def test_a_failed_heartbeat_does_not_end_the_heartbeats(
+    coordinator: ToyCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.toys.before = Gate(8)
+    heartbeat, num_calls = SessionStore.heartbeat, count()
+
+    async def failing_at_first(store: SessionStore, session_id: str, epoch: int) -> None:
+        if next(num_calls) < 3:
+            raise TypeError("a bug")
+        await heartbeat(store, session_id, epoch)
+
+    monkeypatch.setattr(SessionStore, "heartbeat", failing_at_first)
+    watching = asyncio.create_task(coordinator.watch(period_s=0.001))
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        seen = await take(chunks, 8)
+        assert await ToyCoordinator(coordinator.store).cancel("s") is Status.CANCELLED
+        await asyncio.wait_for(ended_cancelled(coordinator, seen, chunks), 30)
     watching.cancel()
 
 

@@ -520,6 +520,42 @@ async def test_refusals_of_redis_are_quoted(error: Exception) -> None:
         await RedisClient(Refusing()).ping()
 
 
+CALLS: dict[str, Callable[[SessionStore], Awaitable[object]]] = {
+    "create": create,
+    "commit": lambda store: commit(store, 1, round_after(PROMPT, (1,))),
+    "heartbeat": lambda store: store.heartbeat(SESSION, 1),
+    "cancel": lambda store: store.cancel(SESSION),
+    "claim": lambda store: store.claim(SESSION),
+}
+MALFORMED = [None, 1, b"OK", [], [b"committed", b"1"], [None], [b"fenced"], [[b"committed"]], [b"", b"", b"", b""]]
+NO_SESSION: list[tuple[str, object]] = [("cancel", None), ("claim", [])]  # these replies mean it
+
+
+def store_that_replies(reply: object) -> SessionStore:
+    class Replying(FakeAsyncRedis):
+        def register_script(self, script: object) -> Any:
+            async def run(**_: object) -> object:
+                return reply
+
+            return run
+
+    return SessionStore(RedisClient(Replying()), TTL_S)
+
+
+@pytest.mark.parametrize(
+    ("name", "reply"), [(name, reply) for name in CALLS for reply in MALFORMED if (name, reply) not in NO_SESSION]
+)
+async def test_malformed_replies_are_unavailable(name: str, reply: object) -> None:
+    with pytest.raises(UnavailableError, match=f"malformed reply to {name}"):
+        await CALLS[name](store_that_replies(reply))
+
+
+@pytest.mark.parametrize("fields", [[], [b"epoch"], [b"prompt_length", b"x"]])
+async def test_unreadable_sessions_are_unavailable(fields: list[bytes]) -> None:
+    with pytest.raises(UnavailableError, match="malformed session"):
+        await store_that_replies([fields, b"", b"", b""]).read(SESSION)
+
+
 async def test_urls_that_redis_rejects_are_refused() -> None:
     with pytest.raises(ValueError, match="scheme"):
         open_store("http://127.0.0.1", TTL_S)

@@ -14,8 +14,11 @@ from prometheus_client import REGISTRY
 from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers
 from specdec.channel import open_channel
-from specdec.errors import FencedError, UnavailableError
+from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
 from specdec.exact.values import Proposal
+from specdec.retry import RetryPolicy
+from specdec.serving.channels import SESSION_METADATA_KEY
+from specdec.serving.model_worker import MAX_FAILED_FORWARDS
 from specdec.serving.server import Server, serving
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2, target_pb2_grpc
@@ -32,6 +35,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
         self._scripts = list(scripts)
         self.requests: list[tuple[int, list[int]]] = []  # start and tokens of each request
         self.num_streams = 0
+        self.routes: list[str] = []  # of each stream
 
     def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
         """Answer with an empty description."""
@@ -42,6 +46,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         """Run the next script."""
         self.num_streams += 1
+        self.routes.append(dict(context.invocation_metadata())[SESSION_METADATA_KEY])
         if self._scripts:
             await self._scripts.pop(0)(requests, context)
             return
@@ -59,7 +64,7 @@ def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> tar
 
 
 @asynccontextmanager
-async def served(servicer: Scripted) -> AsyncIterator[TargetWorkers]:
+async def served(servicer: Scripted, patience_s: float = 10) -> AsyncIterator[TargetWorkers]:
     """Serve it; give the coordinator's client of it."""
 
     @asynccontextmanager
@@ -72,7 +77,8 @@ async def served(servicer: Scripted) -> AsyncIterator[TargetWorkers]:
         serving(settings, "specdec.v1.TargetService", build) as server,
         open_channel(f"127.0.0.1:{server.port}") as channel,
     ):
-        yield TargetWorkers(channel, timeout_s=10, patience_s=10)
+        await channel.channel_ready()
+        yield TargetWorkers(channel, timeout_s=10, patience_s=patience_s)
 
 
 async def refuse_as_fenced(requests: Any, context: Any) -> None:
@@ -179,6 +185,54 @@ async def test_scoring_fails_when_patience_ends() -> None:
         scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
         with pytest.raises(UnavailableError, match="no target worker has served this round for 0 s; the session"):
             await scorer.score([1, 2], Proposal())
+
+
+async def fail_inside(requests: Any, context: Any) -> None:
+    """Fail as a forward does that raises."""
+    async for request in requests:
+        if request.HasField("score"):
+            raise InternalError
+
+
+async def refuse_as_too_long(requests: Any, context: Any) -> None:
+    """Refuse the text as a worker with a small cache does."""
+    async for request in requests:
+        if request.HasField("score"):
+            raise ContextTooShortError("the text would be 74 tokens long")
+
+
+async def test_rounds_that_fail_inside_a_worker_go_to_another() -> None:
+    servicer = Scripted(*[fail_inside] * 3)
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10)
+        await scorer.score([1, 2], Proposal())
+        await scorer.score([1, 2, 7], Proposal())
+    assert servicer.routes == ["session", "session", "session#1", "session#2"]
+
+
+async def test_a_round_that_always_fails_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One session must cause fewer failures than end a worker."""
+    monkeypatch.setattr("coordinator.target.RETRY", RetryPolicy(first_s=0.001))
+    servicer = Scripted(*[fail_inside] * 100)
+    async with served(servicer) as workers:
+        with pytest.raises(InternalError):
+            await workers.open(SESSION, 10).score([1, 2], Proposal())
+    assert servicer.num_streams < MAX_FAILED_FORWARDS
+
+
+async def test_texts_too_long_for_one_worker_go_to_another() -> None:
+    servicer, noticed = Scripted(refuse_as_too_long), asyncio.Event()
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10, on_mismatch=noticed.set)
+        await scorer.score([1, 2], Proposal())
+    assert servicer.routes == ["session", "session#1"]
+    assert noticed.is_set(), "the coordinator asks which models are served"
+
+
+async def test_texts_too_long_for_all_workers_can_be_resumed() -> None:
+    async with served(Scripted(*[refuse_as_too_long] * 100), patience_s=0.05) as workers:
+        with pytest.raises(ContextTooShortError, match=r"within 0\.05 s; resume it"):
+            await workers.open(SESSION, 10).score([1, 2], Proposal())
 
 
 async def test_worker_phases_are_measured() -> None:

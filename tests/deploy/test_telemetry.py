@@ -18,6 +18,13 @@ try:
 except RuntimeError as error:
     logging.getLogger("specdec.engine.loop").error("%s failed", "the forward", exc_info=error)
 warnings.warn("deprecated", stacklevel=1)
+logging.getLogger("specdec.engine.loop").error("engine_tasks_failed", extra={{"stage": "the forward", "num_tasks": 2}})
+
+class Fails:
+    def __del__(self):
+        raise OSError("in a finaliser")
+
+Fails()
 
 async def main():
     asyncio.get_running_loop().set_exception_handler(telemetry.log_unhandled)
@@ -50,6 +57,8 @@ def test_every_line_is_a_json_event() -> None:
         ("info", "ready", None),
         ("error", "the forward failed", "RuntimeError"),
         ("warning", events[2]["event"].splitlines()[0], None),
+        ("error", "engine_tasks_failed", None),
+        ("error", "unraisable", "OSError"),
         ("error", "unhandled", "KeyError"),
         ("critical", "uncaught", "ZeroDivisionError"),
         ("critical", "uncaught", "ValueError"),
@@ -57,9 +66,11 @@ def test_every_line_is_a_json_event() -> None:
     assert "UserWarning: deprecated" in events[2]["event"]
     assert len(events[1]["message"]) == 300
     assert events[1]["frames"] == ["<string>:9 <module>"]
+    assert (events[3]["stage"], events[3]["num_tasks"]) == ("the forward", 2), "the fields of the engine's events"
+    assert "Fails.__del__" in events[4]["what"]
 
 
-@pytest.mark.parametrize("word", ["ready", "the forward failed", "unhandled", "uncaught"])
+@pytest.mark.parametrize("word", ["ready", "the forward failed", "unraisable", "unhandled", "uncaught"])
 def test_text_has_no_tracebacks(word: str) -> None:
     text = lines("text")
     assert any(word in line for line in text)

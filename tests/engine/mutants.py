@@ -214,6 +214,12 @@ MUTANTS = [
         lambda: test_sequence.test_branches_do_not_count_as_prefix(Texts()),
     ),
     Mutant(
+        "draft tokens count as a committed prefix",
+        "specdec.engine.sequence.Sequence.resume",
+        lambda original: lambda self, *tokens, **options: original(self, *tokens, **{**options, "on_draft": True}),
+        lambda: test_sequence.test_draft_tokens_do_not_count_as_prefix(Texts()),
+    ),
+    Mutant(
         "failed tasks keep their tokens",
         "specdec.engine.sequence.Sequence.truncate",
         lambda original: lambda self, length: original(self, length) if length == 0 else self.release(),

@@ -288,8 +288,10 @@ async def test_failing_forward_fails_only_its_batch(caplog: pytest.LogCaptureFix
             assert isinstance(failed, EngineError)
             assert "the forward failed: RuntimeError: poisoned" in str(failed)
         assert_logged(caplog, "engine_tasks_failed", stage="the forward", error="RuntimeError", num_tasks=2)
+        assert loop.num_failed_forwards == 1
         assert model.cache.open("other").length == 2
         assert await loop.run(Generation("other", [3], 1, start=2)) == generated([1, 2, 3], 1)
+        assert loop.num_failed_forwards == 0, "since the last one that succeeded"
 
 
 def assert_logged(caplog: pytest.LogCaptureFixture, event: str, **facts: object) -> None:

@@ -29,11 +29,19 @@ class Texts:
         sequence.append(tokens, parents)
 
     def resume(
-        self, start: int, tokens: list[int], min_fed: int = 1, match: bool = False, num_committed: int | None = None
+        self,
+        start: int,
+        tokens: list[int],
+        min_fed: int = 1,
+        match: bool = False,
+        num_committed: int | None = None,
+        on_draft: bool = False,
     ) -> list[int]:
         """Resume; all tokens count as committed unless `num_committed` is given."""
         committed = start + len(tokens) if num_committed is None else num_committed
-        return self.sequence.resume(start, tokens, num_committed=committed, min_fed=min_fed, match=match)
+        return self.sequence.resume(
+            start, tokens, num_committed=committed, min_fed=min_fed, match=match, on_draft=on_draft
+        )
 
     @property
     def contents(self) -> list[int]:
@@ -122,14 +130,14 @@ def test_matching_keeps_the_common_prefix(texts: Texts) -> None:
 
 def test_start_within_a_chain_truncates(texts: Texts) -> None:
     texts.append([10, 20, 30, 40], num_committed=1)
-    assert texts.resume(2, [30, 99], num_committed=1) == [30, 99]
+    assert texts.resume(2, [30, 99], num_committed=1, on_draft=True) == [30, 99]
     assert (texts.contents, texts.sequence.parents) == ([10, 20], (0,))
 
 
 def test_drafting_ahead_keeps_the_pending_tree(texts: Texts) -> None:
     """A worker that drafts ahead extends its draft; the next round can still accept all of it."""
     texts.append([10, 20, 30], num_committed=1)
-    assert texts.resume(3, [40], num_committed=1) == [40]
+    assert texts.resume(3, [40], num_committed=1, on_draft=True) == [40]
     texts.append([40, 50, 60])
     assert texts.resume(1, [20, 30, 40, 50, 99]) == [99]
     assert texts.contents == [10, 20, 30, 40, 50]
@@ -143,11 +151,21 @@ def test_missing_prefix_is_reported(texts: Texts) -> None:
     assert texts.contents == [10, 11, 20]
 
 
+def test_draft_tokens_do_not_count_as_prefix(texts: Texts) -> None:
+    """A late message may have left a draft that was never accepted."""
+    texts.append([10, 11, 20, 30], num_committed=2)
+    with pytest.raises(CacheMiss) as missed:
+        texts.resume(3, [31])
+    assert missed.value.cached_len == 2
+    assert texts.resume(2, [20, 31]) == [31], "what is repeated is compared, and kept"
+    assert texts.contents == [10, 11, 20]
+
+
 def test_branches_do_not_count_as_prefix(texts: Texts) -> None:
     with_tree(texts)
     assert texts.sequence.num_linear == 4
     with pytest.raises(CacheMiss) as missed:
-        texts.resume(5, [99])
+        texts.resume(5, [99], on_draft=True)
     assert missed.value.cached_len == 3
 
 

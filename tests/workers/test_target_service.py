@@ -16,14 +16,20 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
-from specdec.engine import ContiguousPool, EngineLoop, Feed, ForwardOutput, KvCache, LayerShape, Task
-from specdec.errors import FencedError, from_rpc_error
+from specdec.engine import ContiguousPool, EngineError, EngineLoop, Feed, ForwardOutput, KvCache, LayerShape, Task
+from specdec.errors import (
+    ContextTooShortError,
+    FencedError,
+    InvalidArgumentError,
+    UnavailableError,
+    from_rpc_error,
+)
 from specdec.exact import codec
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.values import ObservationRequest, Proposal, Scores, SparseDistribution
-from specdec.serving.model_worker import eos_token_ids, running
+from specdec.serving.model_worker import MAX_FAILED_FORWARDS, eos_token_ids, running
 from specdec.serving.server import Server, serving
-from specdec.serving.session_stream import EpochFence, WorkerSession
+from specdec.serving.session_stream import EpochFence, SessionRounds, SessionStream, WorkerSession, serve_session
 from specdec.serving.tokenizer import TokenizerMissing, fingerprint, load_tokenizer
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
@@ -318,6 +324,68 @@ async def test_closing_a_fenced_stream_frees_nothing(channel: grpc.aio.Channel, 
     assert (await new.score(6, [3])).cached_len == 7
 
 
+@in_module_loop
+async def test_late_messages_of_an_older_stream_are_refused(
+    channel: grpc.aio.Channel, names: Iterator[str], reference: Reference
+) -> None:
+    """A connection that its coordinator gave up may still deliver a round; its epoch is the current one."""
+    name = next(names)
+    given_up, closing = TargetStream(channel, name), TargetStream(channel, name)
+    await given_up.score(0, PROMPT)
+    await closing.score(0, PROMPT)
+    current = TargetStream(channel, name)
+    await current.score(0, [*PROMPT, 3])
+    late = score_request(start=6, tokens=[1], draft_tokens=DRAFT, supports=packed_supports(*SUPPORTS))
+    for stream, message in ((given_up, late), (closing, pb.ScoreRequest(close=types_pb2.CloseSession()))):
+        assert (await stream.fail(message)).code() == grpc.StatusCode.UNAVAILABLE
+    answer = await current.score(7, [4, 5])
+    assert_scores(decoded(answer, []), reference([*PROMPT, 3, 4, 5]).softmax(-1)[-1:], len(PROMPT) + 3)
+
+
+@in_module_loop
+async def test_draft_tokens_are_not_a_committed_prefix(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    stream = TargetStream(channel, next(names))
+    await stream.score(0, PROMPT, DRAFT, SUPPORTS)
+    assert (await stream.score(len(PROMPT) + 2, [3])).cached_len == len(PROMPT)
+
+
+async def test_a_session_has_one_round_at_a_time() -> None:
+    """A round of an older stream that has begun ends first; one that was only received is refused."""
+    fence, events, proceed = EpochFence(), list[str](), asyncio.Event()
+
+    class Rounds(SessionRounds):
+        async def answer(self, message: pb.Score, is_first: bool) -> pb.ScoreResponse:
+            events.append(f"{message.start} begins")
+            await proceed.wait()
+            events.append(f"{message.start} ends")
+            return pb.ScoreResponse()
+
+        def forget(self) -> None: ...
+
+    async def serve(*starts: int) -> None:
+        async def requests() -> AsyncIterator[pb.ScoreRequest]:
+            yield pb.ScoreRequest(open=pb.OpenTarget())
+            for start in starts:
+                yield score_request(start=start)
+
+        async def write(answer: object) -> None: ...
+
+        session = WorkerSession("s", 1, PLAIN, 0)
+        await serve_session(SessionStream(requests(), "score"), write, fence, lambda _: Rounds(session))
+
+    older = asyncio.create_task(serve(1, 2))
+    while not events:  # noqa: ASYNC110  # the round begins
+        await asyncio.sleep(0)
+    newer = asyncio.create_task(serve(3))
+    for _ in range(10):  # turns of the event loop, more than a round needs to begin
+        await asyncio.sleep(0)
+    proceed.set()
+    with pytest.raises(UnavailableError):
+        await older
+    await newer
+    assert events == ["1 begins", "1 ends", "3 begins", "3 ends"]
+
+
 def test_the_fence_drops_the_least_recent_sessions() -> None:
     claims = EpochFence(max_sessions=2)
 
@@ -325,10 +393,10 @@ def test_the_fence_drops_the_least_recent_sessions() -> None:
         return WorkerSession(name, epoch, PLAIN, 0)
 
     for name, epoch in (("a", 5), ("b", 5), ("a", 5), ("c", 5)):
-        claims.check(session(name, epoch))
+        claims.enter(session(name, epoch))
     with pytest.raises(FencedError):
-        claims.check(session("a", 4))
-    claims.check(session("b", 4))
+        claims.enter(session("a", 4))
+    claims.enter(session("b", 4))
 
 
 # ---- failures
@@ -338,12 +406,15 @@ def test_the_fence_drops_the_least_recent_sessions() -> None:
 async def test_a_session_with_nan_logits_fails_alone(nan_model_folder: Path, names: Iterator[str]) -> None:
     async with connected_target(nan_model_folder) as channel:
         alone = await TargetStream(channel, next(names)).score(0, PROMPT, DRAFT, SUPPORTS)
-        sick = next(names)
+        sick = [next(names), next(names)]
         streams = [TargetStream(channel, next(names)) for _ in range(4)]
         answers, errors = await asyncio.gather(
             asyncio.gather(*(stream.score(0, PROMPT, DRAFT, SUPPORTS) for stream in streams)),
             asyncio.gather(
-                *(TargetStream(channel, sick, SamplingParams(seed=1, temperature=heat)).fail(SICK) for heat in (0, 1))
+                *(
+                    TargetStream(channel, name, SamplingParams(seed=1, temperature=heat)).fail(SICK)
+                    for heat, name in enumerate(sick)
+                )
             ),
         )
         for error in errors:
@@ -352,7 +423,7 @@ async def test_a_session_with_nan_logits_fails_alone(nan_model_folder: Path, nam
         for answer in answers:
             assert answer.tail_tokens == alone.tail_tokens
         assert (await streams[0].score(6, [3])).cached_len == 7
-        assert (await TargetStream(channel, sick).score(1, [3])).cached_len == 0, "nothing of it stays"
+        assert (await TargetStream(channel, sick[0]).score(1, [3])).cached_len == 0, "nothing of it stays"
 
 
 def test_non_finite_logits_fail_only_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +523,8 @@ async def test_bad_rounds_are_refused_without_side_effects(
     session = next(names)
     witness = await TargetStream(channel, session).score(0, PROMPT, DRAFT, SUPPORTS)
     error = await TargetStream(channel, session).fail(message)
-    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT, error
+    expected = ContextTooShortError if "past the context" in name else InvalidArgumentError
+    assert type(from_rpc_error(error)) is expected, error
     assert words in (error.details() or "")
     again = await TargetStream(channel, session).score(0, PROMPT, DRAFT, SUPPORTS)
     assert again.tail_tokens == witness.tail_tokens
@@ -577,6 +649,27 @@ async def test_an_engine_without_progress_is_not_serving() -> None:
         assert (await watch.read()).status == states.SERVING
         await task
         watch.cancel()
+
+
+async def test_a_worker_whose_forwards_all_fail_ends() -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error")
+
+    engine: EngineLoop[Any] = EngineLoop(HungModel(broken), finish_all)
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        async with running(engine, server, watch_s=0.001):
+            yield
+
+    async with serving(TargetSettings(model="none", port=0, drain_s=0), SERVICE, build) as server:
+        for number in range(MAX_FAILED_FORWARDS):
+            assert not server.failure.done()
+            with pytest.raises(EngineError, match="CUDA error"):
+                await engine.run(Task(f"session {number}", 0, [1], 1))
+        assert await server.failure == (
+            "the last 8 forwards have failed; the log has the cause, a new process the remedy"
+        )
 
 
 def finish_all(tasks: list[Any], logits: torch.Tensor) -> None:
