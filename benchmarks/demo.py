@@ -1,46 +1,49 @@
-"""`make demo`: one target, three ways of serving it, the same text, and how much faster it came.
+"""`make demo`: one target, served with and without drafts, the same text, and how much faster it came.
 
 Starts the three services with the demo pair, streams a held-out Python file's continuation speculatively, then compares
-greedy texts with and without speculation, and prints a table.
+greedy texts with and without speculation, and prints a table. `--model smollm2` (`make demo MODEL=smollm2`) answers
+held-out instructions with a real model instead.
 """
 
+import argparse
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import PLAIN, Configuration, Measured, hardware, held_out_prompts, measure, speed_up
-from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from benchmarks.measure import PLAIN, Configuration, Measured, Prompt, hardware, measure, speed_up
+from benchmarks.served import SERVED, Served
+from specdec import AsyncClient, Completion, SpeculationParams
 from specdec.serving.child import print_errors
-from specdec.serving.local import CannotRun, Options, running
+from specdec.serving.local import CannotRun, running
 from specdec.terminal import coloured, is_coloured, statistics_line
 
-MODELS = Path(__file__).parent.parent / "models"
 NUM_PROMPTS = 6
 NUM_TOKENS = 128
 NEAR_TIE_NATS = 0.25  # bfloat16 keeps 8 bits: logits of about 16 come in steps of 0.125
 
-CONFIGURATIONS = (
-    PLAIN,
-    Configuration("model drafter", SpeculationParams(drafter="model")),
-    Configuration("n-gram drafter", SpeculationParams(drafter="ngram")),
-)
-GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS, num_logprobs=2, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.7, max_new_tokens=NUM_TOKENS, seed=1, ignore_eos=True)
-
 console = Console(highlight=False)
 
 
-async def show_stream(client: AsyncClient, name: str, prompt: str) -> None:
-    """Show a sampled continuation as it is committed."""
-    console.rule(f"{name}, continued: [green]accepted[/] [yellow]recovered[/] [cyan]bonus[/]")
-    console.print(prompt.rstrip("\n"), style="dim", markup=False)
+def configurations(drafters: Sequence[str]) -> list[Configuration]:
+    """Return plain decoding, and every drafter on offer."""
+    speculated = [Configuration(f"{name} drafter", SpeculationParams(drafter=name)) for name in drafters]
+    return [PLAIN, *speculated]
+
+
+async def show_stream(client: AsyncClient, served: Served, prompt: Prompt) -> None:
+    """Show a sampled continuation or answer as it is committed, with the first drafter on offer."""
+    verb = "answered" if prompt.is_chat else "continued"
+    console.rule(f"{prompt.name}, {verb}: [green]accepted[/] [yellow]recovered[/] [cyan]bonus[/]")
+    console.print(prompt.text.rstrip("\n"), style="dim", markup=False)
     colours = is_coloured(sys.stdout, os.environ)
-    async for chunk in client.generate(prompt, sampling=SAMPLED, speculation=SpeculationParams(drafter="model")):
+    sampling = replace(served.shown, max_new_tokens=NUM_TOKENS)
+    async for chunk in prompt.stream(client, sampling, SpeculationParams()):
         print(coloured(chunk) if colours else chunk.text, end="", flush=True)
         if chunk.finish:
             console.print(f"\n{statistics_line(chunk.finish)}", style="dim")
@@ -58,24 +61,27 @@ def gap_nats(completion: Completion, position: int) -> float:
     return best - second
 
 
-def compare(names: list[str], plain: Measured, other: Measured) -> bool:
-    """Return whether the texts are the same, or part only where the target's two best tokens are nearly tied."""
+def compare(prompts: Sequence[Prompt], plain: Measured, other: Measured) -> bool:
+    """Say whether the texts are the same, or part only where the target's two best tokens are nearly tied."""
     fine = True
-    for name, one, two in zip(names, plain.completions, other.completions, strict=True):
+    console.print(f"{other.configuration.name}:")
+    for prompt, one, two in zip(prompts, plain.completions, other.completions, strict=True):
         position = first_divergence(one, two)
         if position is None:
-            console.print(f"  {name}: identical, {len(one.tokens)} tokens")
+            console.print(f"  {prompt.name}: identical, {len(one.tokens)} tokens")
             continue
         gap = gap_nats(one, position)
         fine &= gap <= NEAR_TIE_NATS
         verdict = "a near tie, which bfloat16 may break either way" if gap <= NEAR_TIE_NATS else "NOT a near tie"
-        console.print(f"  {name}: part at token {position}, where the two best differ by {gap:.4f} nats: {verdict}")
+        console.print(
+            f"  {prompt.name}: part at token {position}, where the two best differ by {gap:.4f} nats: {verdict}"
+        )
     return fine
 
 
 def table(results: list[Measured]) -> Table:
     """Return the figures."""
-    figures = Table(title=f"temperature 0, {NUM_TOKENS} tokens on each of {NUM_PROMPTS} held-out files")
+    figures = Table(title=f"temperature 0, at most {NUM_TOKENS} tokens on each of {NUM_PROMPTS} held-out prompts")
     for column in ("", "tokens/s", "acceptance rate", "tokens per round", "ms a round", "speed-up (quartiles)"):
         figures.add_column(column, justify="left" if not column else "right")
     for result in results:
@@ -91,28 +97,31 @@ def table(results: list[Measured]) -> Table:
     return figures
 
 
-async def demo() -> bool:
+async def demo(served: Served) -> bool:
     """Run it all; say whether the texts agree."""
-    prompts = dict(list(held_out_prompts(MODELS / "heldout").items())[:NUM_PROMPTS])
-    options = Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0)
+    prompts = served.in_turn(NUM_PROMPTS)
+    greedy = replace(served.sampling(0.0, NUM_TOKENS), num_logprobs=2)
     console.print(f"starting target, draft and coordinator on this machine ({hardware()})", style="dim")
-    async with running(options, print_errors) as stack, AsyncClient(stack.address) as client:
-        name, prompt = next(iter(prompts.items()))
-        await show_stream(client, name, prompt)
+    async with running(served.options, print_errors) as stack, AsyncClient(stack.address) as client:
+        await show_stream(client, served, prompts[0])
         console.rule("greedy, with and without speculation")
-        await measure(client, [prompt], CONFIGURATIONS, GREEDY)  # caches and the choice of K warm up
-        results = await measure(client, list(prompts.values()), CONFIGURATIONS, GREEDY)
-        agreed = [compare(list(prompts), results[0], result) for result in results[1:]]
-        console.print(table(results))
         model = await client.get_model()
+        compared = configurations(model.drafters)
+        await measure(client, prompts[:1], compared, greedy)  # caches and the choice of K warm up
+        results = await measure(client, prompts, compared, greedy)
+        agreed = [compare(prompts, results[0], result) for result in results[1:]]
+        console.print(table(results))
         console.print(f"target {model.target.dtype} on {model.target.device}; {hardware()}", style="dim")
     return all(agreed)
 
 
 def main() -> None:
     """Run the demo; exit with 1 if a text differs, or if the services cannot be started."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=tuple(SERVED), default="demo", help="what to serve (default: the demo pair)")
+    flags = parser.parse_args()
     try:
-        sys.exit(not asyncio.run(demo()))
+        sys.exit(not asyncio.run(demo(SERVED[flags.model]())))
     except CannotRun as error:
         sys.exit(f"demo: {error}")
 

@@ -41,6 +41,7 @@ NUM_TOKENS = 4
 NUM_DRAFT_TOKENS = 3
 NUM_TREE_TOKENS = 7
 PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-gram drafts never run dry
+TREE_DRAFTERS = (TOY.name, "recycle", "suffix")
 SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
 NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
@@ -69,6 +70,16 @@ CASES = {
     "block rule": Case(
         speculation=SpeculationParams(
             num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.BLOCK
+        )
+    ),
+    "recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="recycle")),
+    "suffix": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix")),
+    "recycle, top_p 0.8": Case(
+        SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="recycle")
+    ),
+    "suffix, block rule": Case(
+        speculation=SpeculationParams(
+            num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.BLOCK
         )
     ),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
@@ -211,7 +222,7 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
     """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
-    if case.speculation.drafter == TOY.name:
+    if case.speculation.drafter in TREE_DRAFTERS:
         return None
     target_distributions, draft_distributions = (
         distributions_of(target, case.sampling),
@@ -265,7 +276,8 @@ class Services:
 def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
     """Return a target worker, and a draft worker that also offers the toy drafter of trees."""
     target, draft = worker_commands(options, num_cores)
-    flags = [f"{flag},{TOY.name}" if flag == "model,ngram" else flag for flag in draft.flags]
+    drafters = draft.flags.index("--drafters") + 1
+    flags = [*draft.flags[:drafters], f"{draft.flags[drafters]},{TOY.name}", *draft.flags[drafters + 1 :]]
     return [target, replace(draft, module="benchmarks.toy_drafters", flags=tuple(flags))]
 
 

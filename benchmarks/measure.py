@@ -5,11 +5,34 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
-from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, AsyncStream, Completion, SamplingParams, SpeculationParams
 
 PROMPT_LINES = 24  # of a held-out file: some 200 to 300 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text to continue, or a user's message to answer."""
+
+    name: str
+    text: str
+    is_chat: bool = False
+
+    def stream(self, client: AsyncClient, sampling: SamplingParams, speculation: SpeculationParams) -> AsyncStream:
+        """Return the stream of a new session."""
+        if self.is_chat:
+            return client.stream_chat([("user", self.text)], sampling=sampling, speculation=speculation)
+        return client.generate(self.text, sampling=sampling, speculation=speculation)
+
+    async def complete(
+        self, client: AsyncClient, sampling: SamplingParams, speculation: SpeculationParams
+    ) -> Completion:
+        """Return the completion of a new session."""
+        async with self.stream(client, sampling, speculation) as stream:
+            return await stream.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +44,17 @@ class Configuration:
 
 
 PLAIN = Configuration("plain", SpeculationParams(num_draft_tokens=0))
+
+
+def automatic(drafter: str) -> Configuration:
+    """Return a drafter that a service offers, with the number of draft tokens left to the service."""
+    return Configuration(f"{drafter}, K automatic", SpeculationParams(drafter=drafter))
+
+
+def fixed(drafter: str, num_draft_tokens: int) -> Configuration:
+    """Return a drafter that a service offers, with a number of draft tokens."""
+    speculation = SpeculationParams(drafter=drafter, num_draft_tokens=num_draft_tokens)
+    return Configuration(f"{drafter}, K = {num_draft_tokens}", speculation)
 
 
 @dataclass(slots=True)
@@ -47,12 +81,31 @@ class Measured:
         """Committed over rounds, the closing token included."""
         return self._sum("num_tokens") / self._sum("num_rounds")
 
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Of the rounds that drafted a token at each depth, the fraction that accepted one there."""
+        drafted = self._sum_by_depth("num_drafts_per_depth")
+        return [
+            accepted / total
+            for accepted, total in zip(self._sum_by_depth("num_accepted_tokens_per_depth"), drafted, strict=True)
+        ]
+
     def ms_per_round(self, phase: str) -> float:
         """Mean milliseconds of `draft_s`, `score_s`, `commit_s` or `total_s` in a round."""
         return 1000 * self._sum(phase) / self._sum("num_rounds")
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(entry.finish.statistics, name) for entry in self.completions))
+
+    def _sum_by_depth(self, name: str) -> list[int]:
+        counts = [getattr(entry.finish.statistics, name) for entry in self.completions]
+        return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
+
+    @classmethod
+    def together(cls, parts: "Sequence[Measured]") -> "Measured":
+        """Join what one configuration did on several kinds of prompts."""
+        rates = [rate for part in parts for rate in part.tokens_per_s]
+        return cls(parts[0].configuration, rates, [each for part in parts for each in part.completions])
 
 
 def speed_up(measured: Measured, plain: Measured) -> tuple[float, float, float]:
@@ -64,7 +117,7 @@ def speed_up(measured: Measured, plain: Measured) -> tuple[float, float, float]:
 
 async def measure(
     client: AsyncClient,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     configurations: Sequence[Configuration],
     sampling: SamplingParams,
     repetitions: int = 1,
@@ -75,18 +128,16 @@ async def measure(
         for prompt in prompts:
             for result in results:
                 begin = time.perf_counter()
-                completion = await client.complete(
-                    prompt, sampling=sampling, speculation=result.configuration.speculation
-                )
+                completion = await prompt.complete(client, sampling, result.configuration.speculation)
                 elapsed_s = time.perf_counter() - begin
                 result.tokens_per_s.append(len(completion.tokens) / elapsed_s)
                 result.completions.append(completion)
     return results
 
 
-def held_out_prompts(folder: Path, most: int | None = None) -> dict[str, str]:
+def held_out_prompts(folder: Path) -> dict[str, str]:
     """Return the beginnings of the files that the demo pair was not trained on, by name."""
-    files = sorted(folder.glob("*.py"))[:most]
+    files = sorted(folder.glob("*.py"))
     return {file.name: "\n".join(file.read_text().split("\n")[:PROMPT_LINES]) + "\n" for file in files}
 
 

@@ -60,7 +60,10 @@ class DraftWorkers:
         self, session: SessionOpening, drafter: str, limits: DraftLimits, on_failure: Callable[[SpecdecError], None]
     ) -> "SessionDrafter":
         """Return a session's drafter; its stream opens with the first round that drafts."""
-        opening = draft_pb2.ProposeRequest(open=draft_pb2.OpenDraft(session=session.opening(), drafter=drafter))
+        opened = draft_pb2.OpenDraft(
+            session=session.opening(), drafter=drafter, model_fingerprint=session.model_fingerprint
+        )
+        opening = draft_pb2.ProposeRequest(open=opened)
         closing = draft_pb2.ProposeRequest(close=types_pb2.CloseSession())
         stream: WorkerStream[draft_pb2.ProposeResponse] = WorkerStream(
             self._stub.Propose, session.session_id, opening, closing, self._timeout_s

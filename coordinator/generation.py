@@ -140,6 +140,10 @@ class Generation:
             num_tokens=self.statistics.num_tokens + len(emitted),
             draft_s=self.statistics.draft_s + draft_s,
             score_s=self.statistics.score_s + score_s,
+            num_drafts_per_depth=_counted(self.statistics.num_drafts_per_depth, proposal.depth, proposal.depth),
+            num_accepted_tokens_per_depth=_counted(
+                self.statistics.num_accepted_tokens_per_depth, verdict.num_accepted, proposal.depth
+            ),
         )
         return Round(base_length, base_digest, emitted, self._digests[-1], self.finish, self.statistics)
 
@@ -188,6 +192,12 @@ class Generation:
         if token in self.limits.eos_token_ids and not self.sampling.ignore_eos:
             return FinishReason.EOS
         return FinishReason.STOP if token in self.sampling.stop_token_ids else None
+
+
+def _counted(counts: tuple[int, ...], num_reached: int, depth: int) -> tuple[int, ...]:
+    """Return counts by depth, [at least `depth`], with one more at each of the first `num_reached`."""
+    longer = (*counts, *[0] * (depth - len(counts)))
+    return tuple(count + (index < num_reached) for index, count in enumerate(longer))
 
 
 def _entries(proposal: Proposal, scores: Scores, verdict: Verdict) -> list[OutputToken]:

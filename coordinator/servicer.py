@@ -12,7 +12,7 @@ from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.requests import known_session
 from coordinator.running import Ending
 from coordinator.service import Coordinator, StoredSession
-from coordinator.sessions import Status, statistics_to_proto
+from coordinator.sessions import Status
 from specdec import messages
 from specdec.errors import SpecdecError
 from specdec.serving.telemetry import get_logger
@@ -126,7 +126,7 @@ def finish_to_proto(ending: Ending) -> pb.Finish:
     return pb.Finish(
         reason=pb.FinishReason.ValueType(ending.reason.value),
         usage=pb.Usage(num_prompt_tokens=ending.num_prompt_tokens, num_completion_tokens=ending.num_completion_tokens),
-        statistics=statistics_to_proto(ending.statistics),
+        statistics=messages.statistics_to_proto(ending.statistics),
     )
 
 

@@ -8,7 +8,7 @@ The embedded store is fakeredis in this process, running the same Lua (coordinat
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -134,7 +134,7 @@ class SessionStore:
             self._ttl_ms,
             (Status.FINISHED if step.finish else Status.ACTIVE).value,
             step.finish.name if step.finish else "",
-            statistics_to_proto(statistics).SerializeToString(),
+            messages.statistics_to_proto(statistics).SerializeToString(),
         ]
         _check_owner(*await self._commit(keys(session_id), arguments))
 
@@ -201,7 +201,7 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
         emitted=tuple(map(OutputToken, completion, map(TokenOrigin, origins), details)),
         digest=entries[b"digest"],
         finish=FinishReason[entries[b"finish"].decode()] if entries[b"finish"] else None,
-        statistics=statistics_from_proto(generation_pb2.Statistics.FromString(entries[b"statistics"])),
+        statistics=messages.statistics_from_proto(generation_pb2.Statistics.FromString(entries[b"statistics"])),
     )
 
 
@@ -240,13 +240,3 @@ def unpack_logprobs(data: bytes) -> list[TokenLogprobs]:
         result.append(TokenLogprobs(logprob, tuple(zip(pairs[::2], pairs[1::2], strict=True))))
         position += struct.calcsize(layout)
     return result
-
-
-def statistics_to_proto(statistics: Statistics) -> generation_pb2.Statistics:
-    """Convert; the two have the same fields."""
-    return generation_pb2.Statistics(**{each.name: getattr(statistics, each.name) for each in fields(statistics)})
-
-
-def statistics_from_proto(message: generation_pb2.Statistics) -> Statistics:
-    """Convert; the two have the same fields."""
-    return Statistics(**{each.name: getattr(message, each.name) for each in fields(Statistics)})

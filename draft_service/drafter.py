@@ -74,3 +74,5 @@ class DrafterKind:
     """Makes the drafter from the worker's settings, with what it must close on the stack. Raises ValueError."""
     check: Callable[[Any], None] = lambda settings: None
     """Raises ValueError for settings that contradict each other; called before anything is loaded."""
+    is_equipped: Callable[[Any], bool] = lambda settings: True
+    """Says whether the settings have what the drafter cannot do without; it is on offer by default where they do."""

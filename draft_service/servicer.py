@@ -46,7 +46,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _begin(self, opening: draft_pb2.OpenDraft) -> "DraftRounds":
         drafter = self._drafter(opening.drafter)
-        return DraftRounds(session_from_proto(opening.session, drafter.model.vocab_size or None), drafter)
+        session = session_from_proto(opening.session, drafter.model.vocab_size or None, opening.model_fingerprint)
+        return DraftRounds(session, drafter)
 
     def _drafter(self, name: str) -> Drafter:
         chosen = name or next(iter(self._drafters))

@@ -61,8 +61,11 @@ class TextDrafter(Generic[TextT]):
         """Return a proposal of at most `num_draft_tokens` tokens that continues `text`."""
         raise NotImplementedError
 
-    def observe(self, text: TextT, observations: Observations) -> None:
+    def observe(self, session: WorkerSession, text: TextT, observations: Observations) -> None:
         """Take in what the target observed."""
+
+    def finished(self, session: WorkerSession, text: TextT) -> None:
+        """Take the text of a session that is over, instead of freeing it."""
 
     async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft at most K tokens; hold the committed tokens."""
@@ -74,7 +77,7 @@ class TextDrafter(Generic[TextT]):
                 return DraftResult(Proposal(), len(text.tokens))
             await _bring_up_to_date(text, request)
             if request.observations:
-                self.observe(text, request.observations)
+                self.observe(session, text, request.observations)
             proposal = self.draft(session, text, request.num_draft_tokens) if request.num_draft_tokens else Proposal()
         self._evict(len(request.tokens))
         return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
@@ -108,7 +111,9 @@ class TextDrafter(Generic[TextT]):
 
     def forget(self, session: WorkerSession) -> None:
         """Free the session's text."""
-        self._held.pop(session.session_id, None)
+        held = self._held.pop(session.session_id, None)
+        if held:
+            self.finished(session, held.text)
 
 
 async def _bring_up_to_date(text: SessionText, request: DraftRequest) -> None:

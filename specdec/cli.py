@@ -85,7 +85,9 @@ def _add_generate(commands: Any) -> None:
         metavar="COUNT",
         help="tokens drafted in a round; 0: none (default: automatic)",
     )
-    speculation.add_argument("--drafter", metavar="NAME", help="model or ngram (default: the service's first)")
+    speculation.add_argument(
+        "--drafter", metavar="NAME", help="model, recycle, ngram or suffix (default: the service's first)"
+    )
     rules = [rule.name.lower() for rule in AcceptanceRuleName]
     speculation.add_argument("--acceptance-rule", choices=rules, help="(default: the service's)")
     _finish(generate, _generate)

@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import pairwise
 
 from specdec.errors import DataLossError, ModelMismatchError
-from specdec.messages import model_from_proto, sampling_from_proto
+from specdec.messages import model_from_proto, sampling_from_proto, statistics_from_proto
 from specdec.types import FinishReason, ModelInfo, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
 
@@ -230,8 +230,7 @@ def _chunk(message: generation_pb2.GenerateResponse) -> Chunk:
 def finish_from_proto(message: generation_pb2.Finish) -> Finish:
     """Convert."""
     usage = Usage(message.usage.num_prompt_tokens, message.usage.num_completion_tokens)
-    sums = {entry.name: getattr(message.statistics, entry.name) for entry in message.statistics.DESCRIPTOR.fields}
-    return Finish(FinishReason(message.reason), usage, Statistics(**sums))
+    return Finish(FinishReason(message.reason), usage, statistics_from_proto(message.statistics))
 
 
 def session_from_proto(message: generation_pb2.GetSessionResponse) -> Session:

@@ -18,8 +18,9 @@ from specdec.types import (
     ModelInfo,
     SamplingParams,
     SpeculationParams,
+    Statistics,
 )
-from specdec.v1 import types_pb2
+from specdec.v1 import generation_pb2, types_pb2
 
 
 def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> None:
@@ -100,6 +101,16 @@ def model_to_proto(info: ModelInfo) -> types_pb2.ModelInfo:
 def model_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
     """Convert."""
     return ModelInfo(**_given(message))
+
+
+def statistics_to_proto(statistics: Statistics) -> generation_pb2.Statistics:
+    """Convert."""
+    return generation_pb2.Statistics(**_fields_of(statistics))
+
+
+def statistics_from_proto(message: generation_pb2.Statistics) -> Statistics:
+    """Convert."""
+    return Statistics(**_given(message))
 
 
 def _vocabulary_problem(tokens: Sequence[int], vocab_size: int) -> str | None:

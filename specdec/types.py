@@ -161,6 +161,8 @@ class Statistics:
     score_s: float = 0.0
     commit_s: float = 0.0
     total_s: float = 0.0
+    num_drafts_per_depth: tuple[int, ...] = ()  # rounds that drafted a token there, the first draft token's depth first
+    num_accepted_tokens_per_depth: tuple[int, ...] = ()  # rounds that accepted a token there
 
     @property
     def acceptance_rate(self) -> float:

@@ -63,7 +63,7 @@ class ToyTreeDrafter(TextDrafter[BigramText]):
     def __init__(self) -> None:
         super().__init__("toy-tree", BigramText)
 
-    def observe(self, text: BigramText, observations: Observations) -> None:
+    def observe(self, session: WorkerSession, text: BigramText, observations: Observations) -> None:
         """Store the most probable token after each observed one."""
         for offset, top in enumerate(observations.top_tokens):
             text.predicted[text.tokens[observations.start + offset]] = int(np.frombuffer(top, "<u4")[0])

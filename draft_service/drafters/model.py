@@ -26,7 +26,7 @@ class ModelDrafterSettings(ModelSettings):
 def check(settings: ModelDrafterSettings) -> None:
     """Raise ValueError where there is no model."""
     if not settings.model:
-        raise ValueError("--model is missing: the drafter `model` needs one; or start with --drafters ngram")
+        raise ValueError("--model is missing: the drafter `model` needs one; or leave --drafters unset")
 
 
 async def build(settings: ModelDrafterSettings, server: Server, stack: AsyncExitStack) -> "ModelDrafter":
@@ -49,4 +49,4 @@ async def build(settings: ModelDrafterSettings, server: Server, stack: AsyncExit
     return ModelDrafter(engine, info, settings.draft_ahead)
 
 
-KIND = DrafterKind("model", ModelDrafterSettings, build, check)
+KIND = DrafterKind("model", ModelDrafterSettings, build, check, lambda settings: bool(settings.model))

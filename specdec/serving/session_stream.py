@@ -30,6 +30,7 @@ class WorkerSession:
     epoch: int
     sampling: SamplingParams
     num_prompt_tokens: int
+    target: str = ""  # fingerprint of the model that the text belongs to, as far as the worker is told
 
     @property
     def seed(self) -> int:
@@ -39,10 +40,10 @@ class WorkerSession:
         return seed
 
 
-def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None) -> WorkerSession:
+def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None, target: str = "") -> WorkerSession:
     """Check a stream's first message. Raises InvalidArgumentError."""
     sampling = check_open(message, vocab_size)
-    return WorkerSession(message.session_id, message.epoch, sampling, message.num_prompt_tokens)
+    return WorkerSession(message.session_id, message.epoch, sampling, message.num_prompt_tokens, target)
 
 
 class EpochFence:

@@ -35,8 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft",
         default=default.draft,
-        metavar="DIR|ID|ngram|none",
-        help=f"the draft model (default: {default.draft})",
+        metavar="|".join(["DIR|ID", *local.MODEL_FREE, local.NO_DRAFT]),
+        help=f"the draft model, or how to draft without one (default: {default.draft})",
     )
     add("--host", default=default.host, help=f"address of the coordinator (default: {default.host})")
     add(

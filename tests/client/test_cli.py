@@ -419,18 +419,24 @@ def test_services_accept_their_flags() -> None:
     assert (settings.model, settings.port, settings.num_threads, settings.drain_s) == ("models/target", 0, 4, 1.5)
     for number, draft in enumerate(drafts):
         settings = load(DraftSettings, "draft", draft.flags)
-        assert (settings.drafters, settings.model, settings.num_threads) == ("model,ngram", "models/draft", 2)
-        assert settings.metrics_port == 9002 + number
+        assert (settings.drafters, settings.model, settings.num_threads) == (
+            "model,recycle,ngram,suffix",
+            "models/draft",
+            2,
+        )
+        assert (settings.metrics_port, settings.suffix_tokenizer) == (9002 + number, "models/target")
     settings = load(CoordinatorSettings, "coordinator", coordinator.flags)
     assert (settings.target, settings.draft) == ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2,127.0.0.1:3")
     assert (settings.tokenizer, settings.port, settings.metrics_port) == ("models/target", 7, 9000)
 
 
-def test_draft_model_is_optional() -> None:
-    options = Options("t", "ngram")
+@pytest.mark.parametrize(
+    ("options", "drafters"), [(Options("t"), "recycle,ngram,suffix"), (Options("t", "ngram"), "ngram,recycle,suffix")]
+)
+def test_draft_model_is_optional(options: Options, drafters: str) -> None:
     [_, draft] = worker_commands(options, num_cores=2)
     settings: Any = load(DraftSettings, "draft", draft.flags)
-    assert (settings.drafters, settings.model, settings.metrics_port) == ("ngram", None, None)
+    assert (settings.drafters, settings.model, settings.metrics_port) == (drafters, None, None)
     assert len(worker_commands(replace(options, draft="none"), num_cores=2)) == 1
     plain: Any = load(CoordinatorSettings, "coordinator", coordinator_command(options, [1], []).flags)
     assert not plain.draft
@@ -601,7 +607,7 @@ async def test_up_serves_until_ctrl_c(models: tuple[str, str]) -> None:
         assert [text.code for text in texts] == [0, 0, 0], texts
         assert texts[0].out
         assert texts[0].out == texts[1].out == texts[2].out
-        assert "drafters  model, ngram" in (await specdec("model", "--address", address)).out
+        assert "drafters  model, recycle, ngram, suffix" in (await specdec("model", "--address", address)).out
         running.process.send_signal(signal.SIGINT)
         assert await running.ended() == 0
         await all_gone([*children.values()])

@@ -17,8 +17,9 @@ from specdec.types import (
     ModelInfo,
     SamplingParams,
     SpeculationParams,
+    Statistics,
 )
-from specdec.v1 import types_pb2
+from specdec.v1 import generation_pb2, types_pb2
 
 VOCAB_SIZE = 50
 PROPERTY = settings(deadline=None, derandomize=True, database=None)
@@ -76,6 +77,12 @@ def test_unknown_acceptance_rules_are_refused() -> None:
 def test_model_info_round_trips() -> None:
     info = ModelInfo("name", "print", 7, 9, "float32", "cpu", (1, 2), "f" * 32, 3, 64)
     assert messages.model_from_proto(messages.model_to_proto(info)) == info
+
+
+def test_statistics_come_back() -> None:
+    statistics = Statistics(3, 4, 2, 5, 0.5, 1.0, 0.25, 2.0, (3, 1), (2, 0))
+    assert messages.statistics_from_proto(messages.statistics_to_proto(statistics)) == statistics
+    assert messages.statistics_from_proto(generation_pb2.Statistics()) == Statistics()
 
 
 BAD_SAMPLING = [

@@ -92,6 +92,7 @@ def test_tree_rounds_commit_the_accepted_path() -> None:
     tops = [entry.logprobs.top[0][0] for entry in played.emitted if entry.logprobs]
     assert tops == [0, 2, 4]
     assert (played.statistics.num_draft_tokens, played.statistics.num_accepted_tokens) == (4, 2)
+    assert (played.statistics.num_drafts_per_depth, played.statistics.num_accepted_tokens_per_depth) == ((1, 1), (1, 1))
 
 
 def test_eos_inside_an_accepted_run_ends_there() -> None:
@@ -180,14 +181,32 @@ def test_tokens_text_and_logprobs_are_cut_together() -> None:
     ]
     assert (chunk.text, chunk.text_ends, chunk.digest) == ("a", (1, 1, 1), played.digest)
     # num_accepted_tokens counts what was accepted, also what the stop cut away
-    expected = Statistics(1, num_draft_tokens=6, num_accepted_tokens=4, num_tokens=3, draft_s=0.25, score_s=0.5)
+    expected = Statistics(
+        num_rounds=1,
+        num_draft_tokens=6,
+        num_accepted_tokens=4,
+        num_tokens=3,
+        draft_s=0.25,
+        score_s=0.5,
+        num_drafts_per_depth=(1,) * 6,
+        num_accepted_tokens_per_depth=(1, 1, 1, 1, 0, 0),
+    )
     assert state.statistics == played.statistics == expected
 
 
 def test_statistics_are_sums() -> None:
     state = generation()
     play(state, [1, 2], num_drafted=3)
-    assert play(state, [3]).statistics == Statistics(2, 3, 1, 3, 0.5, 1.0)
+    assert play(state, [3]).statistics == Statistics(2, 3, 1, 3, 0.5, 1.0, 0, 0, (1, 1, 1), (1, 0, 0))
+
+
+def test_counts_by_depth_add_up() -> None:
+    state = generation()
+    for tokens, num_drafted in (([1, 2], 1), ([1, 2, 3], 3), ([1], 2), ([1], 0)):
+        statistics = play(state, tokens, num_drafted).statistics
+    assert statistics.num_drafts_per_depth == (3, 2, 1)
+    assert statistics.num_accepted_tokens_per_depth == (2, 1, 0)
+    assert sum(statistics.num_accepted_tokens_per_depth) == statistics.num_accepted_tokens
 
 
 # ---- independence of rounds and chunks

@@ -48,7 +48,7 @@ def round_after(
     origins = [TokenOrigin.ACCEPTED] * (len(tokens) - 1) + [TokenOrigin.BONUS]
     emitted = tuple(OutputToken(token, origin, logprobs) for token, origin in zip(tokens, origins, strict=True))
     digest = chain(b"", before)
-    statistics = Statistics(num_rounds=1, num_tokens=len(tokens), draft_s=0.5)
+    statistics = Statistics(num_rounds=1, num_tokens=len(tokens), draft_s=0.5, num_drafts_per_depth=(1, 1))
     return Round(len(before), digest, emitted, chain(digest, tokens), finish, statistics)
 
 

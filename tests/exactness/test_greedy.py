@@ -17,8 +17,8 @@ from tests.support.cluster import cluster, save_tokenizer
 
 NUM_TOKENS = 32
 PROMPTS = [[(7 * length + 3 * place) % 300 + 2 for place in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34)]
-DRAFTERS = ("model", TOY.name)
-ROUNDS = [("model", 0), ("model", 1), ("model", 4), ("model", 8), (TOY.name, 8)]
+DRAFTERS = ("model", TOY.name, "recycle", "suffix")
+ROUNDS = [("model", 0), ("model", 1), ("model", 4), ("model", 8), (TOY.name, 8), ("recycle", 8), ("suffix", 8)]
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 
@@ -38,7 +38,7 @@ def reference(folder: Path, prompts: Sequence[list[int]]) -> list[tuple[int, ...
 
 @pytest.mark.parametrize("name", SERVED)
 async def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
-    """8 sessions at once, of different lengths: chains of each K from a model that often agrees, and trees."""
+    """8 sessions at once, of different lengths: chains from a model that often agrees, and trees without a model."""
     target = save_tokenizer(build(name, tmp_path / "target"), VOCAB_SIZE)
     draft = save_tokenizer(noisy_copy(target, tmp_path / "draft"), VOCAB_SIZE)
     expected = reference(target, PROMPTS)

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 NUM_GENERATIONS = 600  # a session takes some 15 ms; `make exactness` generates 20,000 a case
 MORE_GENERATIONS = {"K = 3": 2_000}
 REJECT_BELOW = 1e-6
+LEFT_TO_MAKE_EXACTNESS = {"recycle, top_p 0.8", "suffix, block rule"}  # some 20 s each
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ async def proposed(address: str, sampling: SamplingParams, num_draft_tokens: int
         return response
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LEFT_TO_MAKE_EXACTNESS])
 async def test_text_through_the_network_has_the_targets_distribution(
     name: str, started: Services, pair: tuple[Path, Path]
 ) -> None:

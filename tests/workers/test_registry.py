@@ -34,7 +34,7 @@ def with_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("with_new_file")
 def test_one_file_adds_a_drafter() -> None:
     kinds = registered()
-    assert {"echo", "model", "ngram"} <= kinds.keys()
+    assert {"echo", "model", "ngram", "recycle", "suffix"} <= kinds.keys()
     settings = settings_for(kinds).model_validate({"drafters": "echo,ngram", "echo_length": 5})
     assert [kind.name for kind in chosen_kinds(settings, kinds)] == ["echo", "ngram"]
 
@@ -51,3 +51,16 @@ def test_unknown_drafters_are_named() -> None:
     kinds = registered()
     with pytest.raises(ValueError, match="'oracle'; there are: model, ngram"):
         chosen_kinds(settings_for(kinds)(drafters="ngram,oracle"), kinds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ["recycle", "ngram", "suffix"]),
+        ({"model": "models/draft"}, ["model", "recycle", "ngram", "suffix"]),
+        ({"model": "models/draft", "drafters": "ngram"}, ["ngram"]),
+    ],
+)
+def test_a_model_is_the_default_where_there_is_one(settings: dict[str, str], names: list[str]) -> None:
+    kinds = registered()
+    assert [kind.name for kind in chosen_kinds(settings_for(kinds).model_validate(settings), kinds)] == names

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from specdec.serving.local.options import NGRAM_ONLY, NO_DRAFT, Options
+from specdec.serving.local.options import MODEL_FREE, NO_DRAFT, Options
 from specdec.serving.settings import ENV_PREFIX, settings_of, variable_names
 
 
@@ -41,7 +41,7 @@ def worker_commands(options: Options, num_cores: int) -> list[Command]:
 
 
 def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", number: int) -> Command:
-    model = ("--model", options.target) if kind == "target" else _draft_flags(options.draft)
+    model = ("--model", options.target) if kind == "target" else _draft_flags(options)
     flags = (
         *model,
         *("--host", "127.0.0.1", "--port", "0", "--dtype", options.dtype, "--device", options.device),
@@ -52,9 +52,12 @@ def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", 
     return Command(name, f"{kind}_service", flags, num_threads)
 
 
-def _draft_flags(draft: str) -> tuple[str, ...]:
-    """A draft worker with a model offers n-grams too, so that each request can choose."""
-    return ("--drafters", "ngram") if draft == NGRAM_ONLY else ("--drafters", "model,ngram", "--model", draft)
+def _draft_flags(options: Options) -> tuple[str, ...]:
+    """A draft worker offers what needs no model too, so that each request can choose; what was asked for is first."""
+    has_model = options.draft not in MODEL_FREE
+    drafters = ",".join(dict.fromkeys(["model" if has_model else options.draft, *MODEL_FREE]))
+    model = ("--model", options.draft) if has_model else ()
+    return ("--drafters", drafters, *model, "--suffix-tokenizer", options.target)
 
 
 def _common_flags(options: Options, metrics_port: int) -> tuple[str, ...]:

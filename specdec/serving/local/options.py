@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from specdec.serving.settings import Device, Dtype
 
-NO_DRAFT, NGRAM_ONLY = "none", "ngram"
-ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # of the command; no service knows it
+NO_DRAFT = "none"
+MODEL_FREE = ("recycle", "ngram", "suffix")  # drafters that need no model
+ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
 
 
 class CannotRun(Exception):
@@ -18,10 +19,10 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to run. `draft` is a model, "ngram" for drafts without one, or "none" for plain decoding."""
+    """What to run. `draft` is a model, a drafter that needs none, or "none" for plain decoding."""
 
     target: str
-    draft: str = NGRAM_ONLY
+    draft: str = MODEL_FREE[0]
     host: str = "127.0.0.1"  # of the coordinator; workers are always on loopback
     port: int = 50051  # 0 takes a free one
     store: str = "embedded"

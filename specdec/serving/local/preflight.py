@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from specdec.serving.local.commands import coordinator_command, worker_commands
-from specdec.serving.local.options import ADDRESS_VARIABLE, NGRAM_ONLY, NO_DRAFT, CannotRun, Options
+from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
 from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
 
 MODULES = ("coordinator", "target_service", "draft_service")
@@ -17,7 +17,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def check(options: Options, environment: Mapping[str, str]) -> None:
     """Raise CannotRun for what would stop the services later and less clearly."""
     _check_model("--target", options.target)
-    if options.draft not in (NGRAM_ONLY, NO_DRAFT):
+    if options.draft not in (*MODEL_FREE, NO_DRAFT):
         _check_model("--draft", options.draft)
     _check_variables(environment)
     _check_overridden(options, environment)

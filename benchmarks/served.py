@@ -1,0 +1,77 @@
+"""What is served in the demo and the bench: a target, what drafts for it, and what it is asked."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+from benchmarks.instructions import KINDS, held_out
+from benchmarks.measure import Prompt, held_out_prompts
+from specdec import SamplingParams
+from specdec.serving.local import NGRAM_ONLY, CannotRun, Options
+
+MODELS = Path(__file__).parent.parent / "models"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A target with its drafts, and its held-out prompts by kind."""
+
+    options: Options
+    prompts: Mapping[str, tuple[Prompt, ...]]
+    shown: SamplingParams  # of the text that the demo streams
+    ignore_eos: bool  # where a text has no end of its own
+    draft_lengths: tuple[int, ...]  # that the bench compares, of the first drafter on offer
+    loads: tuple[int, ...]  # numbers of sessions at once that the bench tries
+    num_prompts: int  # of each kind that the bench takes
+    num_tokens: int  # the maximum of a completion
+    num_repetitions: int
+
+    def in_turn(self, num_prompts: int) -> list[Prompt]:
+        """Return so many prompts, one of each kind, then the next of each."""
+        return list(islice(chain.from_iterable(zip(*self.prompts.values(), strict=True)), num_prompts))
+
+    def sampling(self, temperature: float, num_tokens: int) -> SamplingParams:
+        """Return the sampling parameters of a measured completion."""
+        return SamplingParams(temperature=temperature, seed=1, max_new_tokens=num_tokens, ignore_eos=self.ignore_eos)
+
+
+def demo_pair() -> Served:
+    """Return the pair of this repository, which writes Python."""
+    prompts = tuple(Prompt(name, text) for name, text in held_out_prompts(MODELS / "heldout").items())
+    return Served(
+        options=Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0),
+        prompts={"Python": prompts},
+        shown=SamplingParams(temperature=0.7, seed=1, ignore_eos=True),
+        ignore_eos=True,
+        draft_lengths=(1, 2, 3, 4, 6, 8),
+        loads=(1, 4, 16),
+        num_prompts=8,
+        num_tokens=128,
+        num_repetitions=3,
+    )
+
+
+def smollm2() -> Served:
+    """Return SmolLM2-135M-Instruct, which answers instructions; it has no draft model. Raises CannotRun."""
+    folder = MODELS / "smollm2"
+    if not folder.is_dir():
+        raise CannotRun(f"there is no {folder}; run `make smollm2` first")
+    prompts = {
+        kind: tuple(Prompt(f"{kind}/{each.name}", each.prompt, is_chat=True) for each in held_out(kind))
+        for kind in KINDS
+    }
+    return Served(
+        options=Options(target=str(folder), draft=NGRAM_ONLY, port=0),
+        prompts=prompts,
+        shown=SamplingParams(temperature=0.2, top_p=0.9, seed=1),  # as its authors recommend
+        ignore_eos=False,
+        draft_lengths=(4,),
+        loads=(),
+        num_prompts=10,
+        num_tokens=96,
+        num_repetitions=1,
+    )
+
+
+SERVED: Mapping[str, Callable[[], Served]] = {"demo": demo_pair, "smollm2": smollm2}

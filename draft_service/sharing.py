@@ -1,0 +1,23 @@
+"""Which sessions may draft from what others left, and from which of it.
+
+Two sessions with the same seed make the same draws. What one of them committed was decided by the very draws that will
+judge the other's drafts, so a draft made from it would not be exact: a session never drafts from what a session with
+its own seed left. Texts of other seeds depend on other draws, greedy texts on none.
+"""
+
+from specdec.serving.session_stream import WorkerSession
+
+GREEDY = None
+
+
+def group_of(session: WorkerSession) -> str | None:
+    """Return what sessions must have in common to share anything: the target. None: it shares nothing.
+
+    A tenant's name belongs in here once there are tenants.
+    """
+    return session.target or None
+
+
+def draws_of(session: WorkerSession) -> int | None:
+    """Return what names the draws that a session's text depends on: its seed, or GREEDY."""
+    return session.seed if session.sampling.temperature else GREEDY
