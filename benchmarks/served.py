@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.instructions import KINDS, held_out
 from benchmarks.measure import Prompt, held_out_prompts
 from specdec import SamplingParams
-from specdec.serving.local import NGRAM_ONLY, CannotRun, Options
+from specdec.serving.local import CannotRun, Options
 
 MODELS = Path(__file__).parent.parent / "models"
 
@@ -62,7 +62,7 @@ def smollm2() -> Served:
         for kind in KINDS
     }
     return Served(
-        options=Options(target=str(folder), draft=NGRAM_ONLY, port=0),
+        options=Options(target=str(folder), port=0),
         prompts=prompts,
         shown=SamplingParams(temperature=0.2, top_p=0.9, seed=1),  # as its authors recommend
         ignore_eos=False,

@@ -43,16 +43,17 @@ class SessionWorkers:
         offered = self._offered(speculation)
         observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
         capabilities = self._workers.capabilities
+        is_greedy = session.sampling.temperature == 0
         return WorkerHandles(
             scorer=self._workers.target.open(session, model.vocab_size, observed, capabilities.ask_soon),
             drafters=self._drafters(session, model, speculation.drafter or "", offered, observed),
             rule=RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN],
             chooser=PlanChooser(
-                self._statistics,
+                self._statistics.for_seed(None if is_greedy else session.sampling.seed),
                 tuple(offered),
                 self._max_draft_tokens,
                 speculation.num_draft_tokens,
-                is_greedy=session.sampling.temperature == 0,
+                is_greedy=is_greedy,
             ),
         )
 

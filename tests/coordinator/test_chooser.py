@@ -217,6 +217,26 @@ def test_a_trial_is_repeated_after_a_prefill() -> None:
     assert chooser.choose(ROOM) != trial
 
 
+# ---- seeds
+
+
+def test_equal_seeds_share_only_costs() -> None:
+    """A seed's second session neither reads nor adds to what others accepted; greedy ones always share."""
+    shared = SharedStatistics()
+    assert [shared.for_seed(seed) is shared for seed in (1, 2, 1, None, None, 3)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    second = shared.for_seed(2)
+    assert second.costs is shared.costs
+    assert second.exploration is not shared.exploration
+    assert second.acceptance("a", False) is not shared.acceptance("a", False)
+
+
 # ---- acceptance
 
 
