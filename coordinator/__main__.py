@@ -11,8 +11,9 @@ from coordinator.draft import DraftWorkers
 from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
-from coordinator.service import Coordinator, Workers
+from coordinator.service import Coordinator
 from coordinator.servicer import GenerationServicer
+from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore, open_store
 from coordinator.settings import CoordinatorSettings
 from coordinator.target import TargetWorkers

@@ -89,24 +89,29 @@ class WorkerCapabilities:
         """The drafters that answer now."""
         return tuple(self._drafters) if self._draft_answers else ()
 
-    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
-        """Return a drafter, by default the first on offer, and its model; None while no draft worker has answered.
+    def session_drafters(self, name: str | None) -> Mapping[str, OfferedDrafter]:
+        """Return the drafters that a session may use: the one that is named, else all that fit the target.
 
-        Raises InvalidArgumentError for a name that is not on offer, ModelMismatchError for another tokenizer.
+        Empty while no draft worker has answered. Raises InvalidArgumentError for a name that is not on offer,
+        ModelMismatchError if a tokenizer differs: the named drafter's, or all of them.
         """
         if not self._drafters:
-            return name or "", None
-        chosen = name or next(iter(self._drafters))
-        if chosen not in self._drafters:
-            raise InvalidArgumentError({"speculation.drafter": f"is {chosen!r}; on offer: {', '.join(self._drafters)}"})
-        offered = self._drafters[chosen]
-        model = offered.model
-        if model.tokenizer_fingerprint not in ("", self._tokenizer_fingerprint):
+            return {}
+        if name and name not in self._drafters:
+            raise InvalidArgumentError({"speculation.drafter": f"is {name!r}; on offer: {', '.join(self._drafters)}"})
+        wanted = {name: self._drafters[name]} if name else self._drafters
+        fitting = {key: offered for key, offered in wanted.items() if self._fits(offered.model)}
+        if not fitting:
+            model = next(iter(wanted.values())).model
             remedy = "serve a draft of the target's family, or set num_draft_tokens to 0"
             raise ModelMismatchError(
                 f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}"
             )
-        return chosen, offered
+        return fitting
+
+    def _fits(self, model: ModelInfo) -> bool:
+        """Return whether a draft's tokens are the target's; a drafter without a model has no tokenizer of its own."""
+        return model.tokenizer_fingerprint in ("", self._tokenizer_fingerprint)
 
     async def ready(self) -> None:
         """Return once a target worker answered, and the draft workers were asked once."""

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import grpc
 
 from coordinator import metrics
+from coordinator.observing import NOTHING, part_of
 from coordinator.rounds import Drafted
 from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
-from specdec.exact.values import Observations, Proposal
+from specdec.exact.values import ObservationRequest, Observations, Proposal
 from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
+MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 REFUSED_FAILURES = 8  # failures to count after a refusal: a repeated request will be refused again, so wait longest
 
 
@@ -27,7 +29,7 @@ class OfferedDrafter:
     """A drafter that the draft workers offer."""
 
     model: ModelInfo
-    observations: types_pb2.ObservationRequest | None = None  # what the target shall observe for it
+    observations: ObservationRequest = NOTHING  # what the target shall observe for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class DraftLimits:
 
     vocab_size: int  # the target's
     context_length: int = 0  # the draft model's; 0: none
-    observation_window: int = 0  # observed tokens that are kept for the next request; 0: none are asked for
+    wanted: ObservationRequest = NOTHING  # what the drafter asks the target to observe
+    observed: ObservationRequest = NOTHING  # what the target is asked to observe, for all drafters of the session
 
 
 class DraftWorkers:
@@ -69,25 +72,9 @@ class DraftWorkers:
 
 
 def _offered(message: draft_pb2.Drafter) -> OfferedDrafter:
-    asks = message.HasField("observations")
-    return OfferedDrafter(messages.model_from_proto(message.model), message.observations if asks else None)
-
-
-class NoDrafter:
-    """Drafts nothing: plain decoding."""
-
-    async def propose(self, committed: Sequence[int], num_draft_tokens: int) -> Drafted:
-        """Return an empty proposal."""
-        return Drafted()
-
-    def observe(self, observations: Observations) -> None:
-        """Ignore observations."""
-
-    async def close(self) -> None:
-        """Do nothing."""
-
-    def abandon(self) -> None:
-        """Do nothing."""
+    asked = message.observations
+    observations = ObservationRequest(tuple(asked.hidden_layers), asked.num_top_tokens)
+    return OfferedDrafter(messages.model_from_proto(message.model), observations)
 
 
 class SessionDrafter:
@@ -115,17 +102,17 @@ class SessionDrafter:
         """Return a tree of at most K tokens with their distributions; never raises."""
         fits = not self._limits.context_length or len(committed) + num_draft_tokens <= self._limits.context_length
         if not num_draft_tokens or not fits or not self.available:
-            return Drafted()
+            return Drafted(has_failed=True)
         begin = time.perf_counter()
         try:
             proposal = await self._propose(committed, num_draft_tokens)
         except SpecdecError as error:
             self._fail(error)
-            return Drafted(elapsed_s=time.perf_counter() - begin)
+            return Drafted(elapsed_s=time.perf_counter() - begin, has_failed=True)
         except Exception as error:
             self._stream.abandon()
             self._fail(UnavailableError(f"a draft worker's stream broke: {type(error).__name__}"))
-            return Drafted(elapsed_s=time.perf_counter() - begin)
+            return Drafted(elapsed_s=time.perf_counter() - begin, has_failed=True)
         self._num_failures = 0
         self._observations = None
         return Drafted(proposal, time.perf_counter() - begin, self._stream.num_fed)
@@ -156,10 +143,10 @@ class SessionDrafter:
 
     def observe(self, observations: Observations) -> None:
         """Keep observations for the next request, only the latest ones if they are many."""
-        window = self._limits.observation_window
-        if window:
-            joined = self._observations.followed_by(observations) if self._observations else observations
-            self._observations = joined.latest(window)
+        own = part_of(observations, self._limits.observed, self._limits.wanted)
+        if own:
+            joined = self._observations.followed_by(own) if self._observations else own
+            self._observations = joined.latest(MAX_PENDING_OBSERVATIONS)
 
     async def close(self) -> None:
         """End the session at the worker."""

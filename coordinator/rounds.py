@@ -4,12 +4,12 @@ The next round runs while the last one's commit is in flight; only emission wait
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.acceptance import AcceptanceRule
-from coordinator.draft_length import DraftLength
+from coordinator.choosing.chooser import PLAIN, PlanChooser, RoundOutcome
 from coordinator.generation import Generation, Round
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 
@@ -23,6 +23,7 @@ class Drafted:
     proposal: Proposal = Proposal()  # noqa: RUF009  # frozen
     elapsed_s: float = 0.0
     num_fed: int = 1  # committed tokens that the worker had to read first
+    has_failed: bool = False  # the drafter could not be asked, or gave no valid answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class Scored:
 
 class RoundDrafter(Protocol):
     """Proposes draft tokens; may propose none."""
+
+    @property
+    def available(self) -> bool:
+        """Whether it is worth asking now."""
+        ...
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
         """Return a tree of at most K tokens with the distributions that they were drawn from."""
@@ -59,10 +65,10 @@ class RoundScorer(Protocol):
 class RoundParts:
     """The parts of a session's rounds."""
 
-    drafter: RoundDrafter
+    drafters: Mapping[str, RoundDrafter]  # by name; none for plain decoding
     scorer: RoundScorer
     rule: AcceptanceRule
-    draft_length: DraftLength
+    chooser: PlanChooser
 
 
 async def run_rounds(generation: Generation, parts: RoundParts, publish: Callable[[Round], Awaitable[None]]) -> None:
@@ -74,7 +80,7 @@ async def run_rounds(generation: Generation, parts: RoundParts, publish: Callabl
     committing.set_result(None)
     try:
         while not generation.done:
-            played = await play_round(generation, parts)
+            played = await run_round(generation, parts)
             await asyncio.shield(committing)
             committing = asyncio.ensure_future(publish(played))
     finally:
@@ -82,22 +88,35 @@ async def run_rounds(generation: Generation, parts: RoundParts, publish: Callabl
         await asyncio.shield(committing)
 
 
-async def play_round(generation: Generation, parts: RoundParts) -> Round:
+async def run_round(generation: Generation, parts: RoundParts) -> Round:
     """Draft, score, accept; return what is to be committed."""
     base_length = len(generation.committed)
-    num_draft_tokens = parts.draft_length.choose(generation.remaining_tokens)
-    drafted = await parts.drafter.propose(generation.committed, num_draft_tokens)
+    available = [name for name, drafter in parts.drafters.items() if drafter.available]
+    plan = parts.chooser.choose(generation.remaining_tokens, available)
+    drafted = Drafted()
+    if plan.drafter:
+        drafted = await parts.drafters[plan.drafter].propose(generation.committed, plan.num_draft_tokens)
     proposal = drafted.proposal
     scored = await parts.scorer.score(generation.committed, proposal)
     verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
-    played = generation.advance(proposal, scored.scores, verdict, drafted.elapsed_s, scored.elapsed_s)
+    finished_round = generation.advance(proposal, scored.scores, verdict, drafted.elapsed_s, scored.elapsed_s)
 
     if scored.scores.observations:
-        parts.drafter.observe(committed_observations(scored.scores.observations, proposal, verdict))
-    if max(drafted.num_fed, scored.num_fed) <= min(MAX_FED_TOKENS, base_length - 1):
-        parts.draft_length.costs.observe(len(proposal), drafted.elapsed_s, scored.elapsed_s, scored.num_sessions)
-    parts.draft_length.observe(proposal.depth, verdict.num_accepted)
-    return played
+        observed = committed_observations(scored.scores.observations, proposal, verdict)
+        for drafter in parts.drafters.values():
+            drafter.observe(observed)
+    parts.chooser.observe(
+        RoundOutcome(
+            plan=PLAIN if drafted.has_failed else plan,
+            num_drafted=len(proposal),
+            path=verdict.path,
+            draft_s=0.0 if drafted.has_failed else drafted.elapsed_s,
+            score_s=scored.elapsed_s,
+            num_sessions=scored.num_sessions,
+            has_prefill=max(drafted.num_fed, scored.num_fed) > min(MAX_FED_TOKENS, base_length - 1),
+        )
+    )
+    return finished_round
 
 
 def committed_observations(observations: Observations, proposal: Proposal, verdict: Verdict) -> Observations:

@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 
 from coordinator import metrics
 from coordinator.acceptance import AcceptanceRule
-from coordinator.draft import NoDrafter, SessionDrafter
-from coordinator.draft_length import DraftLength
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.draft import SessionDrafter
 from coordinator.generation import CommittedChunk, Generation, Round
 from coordinator.rounds import RoundParts, run_rounds
 from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore
@@ -22,23 +22,24 @@ class WorkerHandles:
     """A session's streams to its workers, and the parts of its rounds."""
 
     scorer: SessionScorer
-    drafter: SessionDrafter | NoDrafter
+    drafters: Mapping[str, SessionDrafter]  # by name
     rule: AcceptanceRule
-    draft_length: DraftLength
+    chooser: PlanChooser
 
     @property
     def parts(self) -> RoundParts:
         """What the rounds need of them."""
-        return RoundParts(self.drafter, self.scorer, self.rule, self.draft_length)
+        return RoundParts(self.drafters, self.scorer, self.rule, self.chooser)
 
     async def close(self) -> None:
         """End the session at the workers, so that they free its cache."""
-        await asyncio.gather(self.scorer.close(), self.drafter.close())
+        await asyncio.gather(self.scorer.close(), *(drafter.close() for drafter in self.drafters.values()))
 
     def abandon(self) -> None:
         """Leave the workers their caches, for the coordinator that resumes the session."""
         self.scorer.abandon()
-        self.drafter.abandon()
+        for drafter in self.drafters.values():
+            drafter.abandon()
 
 
 @dataclass(frozen=True, slots=True)

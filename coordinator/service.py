@@ -1,42 +1,26 @@
 """What the coordinator does, in one place: create a session, follow it, read it, cancel it."""
 
 import asyncio
-from collections import defaultdict
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator import metrics, requests
-from coordinator.acceptance import RULES
-from coordinator.capabilities import WorkerCapabilities
-from coordinator.draft import DraftLimits, DraftWorkers, NoDrafter, OfferedDrafter, SessionDrafter
-from coordinator.draft_length import Costs, DraftLength
+from coordinator import requests
 from coordinator.generation import CommittedChunk, Generation
 from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.running import Ending, RunningGeneration, WorkerHandles
+from coordinator.session_workers import SessionWorkers, Workers
 from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore, Status
 from coordinator.streams import SessionOpening
-from coordinator.target import SessionScorer, TargetWorkers
 from coordinator.text import StreamDetokenizer
 from specdec.errors import FencedError, SpecdecError, UnavailableError
-from specdec.serving.telemetry import get_logger
-from specdec.types import AcceptanceRuleName, ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 HEARTBEAT_S = 1.0  # how late a cancellation or takeover at another coordinator is seen
-MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 INLINE_TOKENS = 256  # of a completion that is replayed at once, in some milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """The workers of both kinds, and their capabilities."""
-
-    target: TargetWorkers
-    draft: DraftWorkers | None
-    capabilities: WorkerCapabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +46,11 @@ class Coordinator:
     ) -> None:
         self.limits = limits
         self.capabilities = workers.capabilities
-        self._workers = workers
+        self._has_draft_workers = workers.draft is not None
         self._prompts = prompts
         self._store = store
         self._running = running
-        self._costs: defaultdict[str, Costs] = defaultdict(Costs)  # by drafter
+        self._session_workers = SessionWorkers(workers, limits.max_draft_tokens)
 
     async def begin(self, request: generation_pb2.GenerateRequest) -> str:
         """Check a request, create its session unless it exists, and return the session's id.
@@ -75,8 +59,8 @@ class Coordinator:
         """
         target = self.capabilities.target
         plan = await requests.plan(request, self._prompts, target, self.limits)
-        if plan.speculation.num_draft_tokens != 0 and self._workers.draft:
-            self.capabilities.drafter(plan.speculation.drafter)
+        if plan.speculation.num_draft_tokens != 0 and self._has_draft_workers:
+            self.capabilities.session_drafters(plan.speculation.drafter)
         self._running.check_room(plan.session_id)
         await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
         return plan.session_id
@@ -149,7 +133,7 @@ class Coordinator:
         sampling, speculation = requests.restored(session.request)
         running = RunningGeneration(session, await self._replayed(session, sampling), self._store)
         if session.status is Status.ACTIVE:
-            running.start(self._worker_handles(session, sampling, speculation))
+            running.start(self._open(session, sampling, speculation))
         return running
 
     async def _replayed(self, session: SessionRecord, sampling: SamplingParams) -> Generation:
@@ -177,41 +161,8 @@ class Coordinator:
         """Return the target that a session's text belongs to."""
         return session.model or self.capabilities.target
 
-    def _worker_handles(
-        self, session: SessionRecord, sampling: SamplingParams, speculation: SpeculationParams
-    ) -> WorkerHandles:
+    def _open(self, session: SessionRecord, sampling: SamplingParams, speculation: SpeculationParams) -> WorkerHandles:
+        """Return the session's handles to its workers."""
         model = self._model(session)
-        worker_session = SessionOpening(
-            session.session_id, session.epoch, sampling, len(session.prompt), model.fingerprint
-        )
-        rule = RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN]
-        maximum = self.limits.max_draft_tokens
-        if self._workers.draft is None or speculation.num_draft_tokens == 0:
-            scorer = self._scorer(worker_session, model, None)
-            return WorkerHandles(scorer, NoDrafter(), rule, DraftLength(self._costs[""], maximum, fixed=0))
-        name, offered = self.capabilities.drafter(speculation.drafter)
-        scorer = self._scorer(worker_session, model, offered)
-        drafter = self._drafter(self._workers.draft, worker_session, name, _draft_limits(model, offered))
-        costs = self._costs[name if offered else ""]  # a name that no worker has confirmed must not add an entry
-        return WorkerHandles(scorer, drafter, rule, DraftLength(costs, maximum, speculation.num_draft_tokens))
-
-    def _scorer(self, session: SessionOpening, model: ModelInfo, offered: OfferedDrafter | None) -> SessionScorer:
-        observations = offered.observations if offered else None
-        return self._workers.target.open(session, model.vocab_size, observations, self.capabilities.ask_soon)
-
-    def _drafter(
-        self, workers: DraftWorkers, session: SessionOpening, name: str, limits: DraftLimits
-    ) -> SessionDrafter:
-        def note(error: SpecdecError) -> None:
-            metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
-            get_logger().warning("draft_unavailable", session_id=session.session_id, reason=error.reason)
-
-        return workers.open(session, name, limits, note)
-
-
-def _draft_limits(model: ModelInfo, offered: OfferedDrafter | None) -> DraftLimits:
-    """Return what a proposal for this target may hold."""
-    if offered is None:
-        return DraftLimits(model.vocab_size)
-    window = MAX_PENDING_OBSERVATIONS if offered.observations else 0
-    return DraftLimits(model.vocab_size, offered.model.context_length, window)
+        opening = SessionOpening(session.session_id, session.epoch, sampling, len(session.prompt), model.fingerprint)
+        return self._session_workers.open(opening, model, speculation)

@@ -26,7 +26,7 @@ class CoordinatorSettings(ServiceSettings):
         4096, ge=1, description="maximum number of tokens a request may generate; also the default"
     )
     max_draft_tokens: int = Field(
-        8, ge=0, le=MAX_DRAFT_TOKENS, description="maximum draft tokens a round, automatic or asked for"
+        MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS, description="maximum draft tokens a round, automatic or asked for"
     )
     draft_timeout_s: float = Field(2.0, gt=0, description="a draft worker that takes longer is done without")
     score_timeout_s: float = Field(60.0, gt=0, description="a target worker that takes longer is tried again")

@@ -10,6 +10,7 @@ from dataclasses import replace
 import grpc
 
 from coordinator import metrics
+from coordinator.observing import NOTHING
 from coordinator.rounds import Scored
 from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
 from specdec import messages
@@ -22,7 +23,7 @@ from specdec.errors import (
     UnavailableError,
 )
 from specdec.exact import codec
-from specdec.exact.values import Proposal, Scores
+from specdec.exact.values import ObservationRequest, Proposal, Scores
 from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
@@ -51,7 +52,7 @@ class TargetWorkers:
         self,
         session: SessionOpening,
         vocab_size: int,
-        observations: types_pb2.ObservationRequest | None = None,
+        observations: ObservationRequest = NOTHING,
         on_mismatch: Callable[[], None] = lambda: None,
     ) -> "SessionScorer":
         """Return a session's scorer; its stream opens with the first round.
@@ -59,7 +60,9 @@ class TargetWorkers:
         `on_mismatch` is called when a worker cannot serve the session: its model is another, its context too short.
         """
         target = target_pb2.OpenTarget(
-            session=session.opening(), model_fingerprint=session.model_fingerprint, observations=observations
+            session=session.opening(),
+            model_fingerprint=session.model_fingerprint,
+            observations=codec.observation_request_to_proto(observations),
         )
         opening = target_pb2.ScoreRequest(open=target)
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())

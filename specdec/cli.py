@@ -92,7 +92,9 @@ def _add_generate(commands: Any) -> None:
         help="tokens drafted in a round; 0: none (default: automatic)",
     )
     speculation.add_argument(
-        "--drafter", metavar="NAME", help="model, recycle, ngram or suffix (default: the service's first)"
+        "--drafter",
+        metavar="NAME",
+        help="model, recycle, ngram or suffix (default: the service chooses, round by round)",
     )
     rules = [rule.name.lower() for rule in AcceptanceRuleName]
     speculation.add_argument("--acceptance-rule", choices=rules, help="(default: the service's)")

@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 
 from coordinator.acceptance import TokenRule
-from coordinator.draft_length import Costs, DraftLength
+from coordinator.choosing.chooser import PlanChooser, RoundOutcome, SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.values import Observations, Proposal, Verdict
 from specdec.types import FinishReason, SamplingParams, TokenOrigin
 from tests.support.toy_coordinator import until
-from tests.support.toys import NoText, ObservedScorer, ToyDrafter, ToyModel, ToyScorer, TreeDrafter, markov_logits
+from tests.support.toys import TOY, NoText, ObservedScorer, ToyDrafter, ToyModel, ToyScorer, TreeDrafter, markov_logits
 
 PROMPT = (1,)
 SEED = 5
@@ -60,12 +60,12 @@ class Rounds:
         self.traced = TracedScorer(ToyModel(markov_logits(1), SAMPLING, prompt=PROMPT), SEED, self.trace)
         self.scorer: ToyScorer = self.traced
         self.drafter: ToyDrafter = ToyDrafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
-        self.length = DraftLength(Costs(), 8, fixed)
+        self.chooser = PlanChooser(SharedStatistics(), [TOY], 8, fixed)
         self.gates: dict[int, asyncio.Event] = {}  # commits that wait
         self.failing: dict[int, Exception] = {}  # commits that fail
 
     async def run(self) -> None:
-        parts = RoundParts(self.drafter, self.scorer, TokenRule(), self.length)
+        parts = RoundParts({TOY: self.drafter}, self.scorer, TokenRule(), self.chooser)
         await run_rounds(self.generation, parts, self.publish)
 
     async def publish(self, played: Round) -> None:
@@ -242,15 +242,15 @@ async def test_drafts_fit_into_the_remaining_tokens(fixed: int) -> None:
     assert len(rounds.tokens) == 24
 
 
-@dataclass(slots=True)
-class RecordedCosts(Costs):
-    """Notes how many tokens were committed when a round was counted, and the load."""
+class RecordingChooser(PlanChooser):
+    """Notes the outcomes that it observes."""
 
-    counted: list[int] = field(default_factory=list)
-    num_committed: Callable[[], int] = lambda: 0
+    def __init__(self, fixed: int) -> None:
+        super().__init__(SharedStatistics(), [TOY], 8, fixed)
+        self.outcomes: list[RoundOutcome] = []
 
-    def observe(self, num_draft_tokens: int, draft_s: float, score_s: float, num_sessions: int = 1) -> None:
-        self.counted.append(self.num_committed())
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.outcomes.append(outcome)
 
 
 @dataclass(slots=True)
@@ -266,13 +266,13 @@ class ReplacedScorer(TracedScorer):
 async def test_rounds_with_a_prefill_are_no_cost_observations() -> None:
     """The first, whose streams opened, and one whose worker was replaced by another that had to read everything."""
     rounds = Rounds()
-    costs = RecordedCosts(num_committed=lambda: len(rounds.generation.committed))
+    chooser = RecordingChooser(3)
     rounds.scorer = ReplacedScorer(rounds.scorer.model, SEED, rounds.trace)
-    rounds.length.costs = costs
+    rounds.chooser = chooser
     await rounds.run()
-    ends = [played.base_length + len(played.emitted) for played in rounds.trace.committed]
-    assert len(ends) > 5
-    assert costs.counted == [length for number, length in enumerate(ends) if number not in (0, 3)]
+    assert len(chooser.outcomes) > 5
+    had_prefill = [number for number, outcome in enumerate(chooser.outcomes) if outcome.has_prefill]
+    assert had_prefill == [0, 3]
 
 
 # ---- trees and observations

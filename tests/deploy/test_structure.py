@@ -12,7 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
-PURE_MODULES = ("acceptance", "generation", "draft_length")
+PURE_MODULES = (
+    "acceptance",
+    "generation",
+    "observing",
+    "choosing/acceptance_history",
+    "choosing/chooser",
+    "choosing/costs",
+)
 LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
 
 

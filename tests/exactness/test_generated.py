@@ -24,17 +24,17 @@ from benchmarks.judging import (
     standard_deviations,
 )
 from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
-from coordinator.draft_length import Costs, DraftLength
+from coordinator.choosing.chooser import SharedStatistics
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 from tests.support.toys import (
     DRAFT_S,
-    MAX_DRAFT_TOKENS,
     NUM_TOKENS,
     PROMPT,
     SCORE_S,
+    TOY,
     VOCAB_SIZE,
     DrawRecorder,
     FlakyDrafter,
@@ -50,6 +50,7 @@ from tests.support.toys import (
     TreeDrafter,
     generate_text,
     markov_logits,
+    new_chooser,
     num_redrawn,
     random_distributions,
 )
@@ -118,15 +119,16 @@ def results(name: str) -> list[GenerationResult]:
     """Return the generations of a case; seeds are 0, 1, 2, ..."""
     case = CASES[name]
     draft, target = case.models()
-    costs = Costs()
+    shared = SharedStatistics()
 
     async def generate() -> list[GenerationResult]:
-        costs.observe(1, DRAFT_S, SCORE_S)
+        shared.costs.observe_draft(TOY, 1, DRAFT_S)
+        shared.costs.observe_score(1, SCORE_S)
         return [
             await generate_text(
                 case.drafter(draft, seed),
                 case.scorer(target, seed),
-                DraftLength(costs, MAX_DRAFT_TOKENS, case.num_draft_tokens),
+                new_chooser(case.num_draft_tokens, shared),
                 case.num_tokens,
                 case.rule,
             )
@@ -287,8 +289,7 @@ async def acceptance_rate(drafter: Callable[[ToyModel, int], ToyDrafter]) -> flo
     case, totals = CASES["observations"], defaultdict[str, int](int)
     draft, target = case.models()
     for seed in range(60):
-        length = DraftLength(Costs(), 2, 2)
-        generated = await generate_text(drafter(draft, seed), ObservedScorer(target, seed), length, 40)
+        generated = await generate_text(drafter(draft, seed), ObservedScorer(target, seed), new_chooser(2), 40)
         totals["accepted"] += generated.total_accepted
         totals["drafted"] += generated.total_drafted
     return totals["accepted"] / totals["drafted"]
@@ -314,10 +315,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> DrawRecorder:
 async def generate_one(case: Case, seed: int, num_tokens: int = 24) -> GenerationResult:
     """Generate once."""
     draft, target = case.models()
-    draft_length = DraftLength(Costs(), MAX_DRAFT_TOKENS, case.num_draft_tokens)
-    return await generate_text(
-        case.drafter(draft, seed), case.scorer(target, seed), draft_length, num_tokens, case.rule
-    )
+    chooser = new_chooser(case.num_draft_tokens)
+    return await generate_text(case.drafter(draft, seed), case.scorer(target, seed), chooser, num_tokens, case.rule)
 
 
 @pytest.mark.parametrize("name", CASES)

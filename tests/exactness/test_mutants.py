@@ -17,7 +17,7 @@ from benchmarks.judging import (
     reference_distribution,
 )
 from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
-from coordinator.draft_length import Costs, DraftLength
+from coordinator.choosing.chooser import PlanChooser
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
 from tests.support import block_mutants, loop_mutants, mutants, tree_mutants
 from tests.support.enumeration import Enumeration, target_text_distribution, total_variation
@@ -31,6 +31,7 @@ from tests.support.toys import (
     TreeDrafter,
     generate_text,
     markov_logits,
+    new_chooser,
     num_redrawn,
     random_distributions,
 )
@@ -142,13 +143,13 @@ class Loop:
     async def text(self, draft: ToyModel, target: ToyModel, seed: int) -> History:
         """Generate once."""
         drafter, scorer = self.drafter(draft, seed), self.scorer(target, seed)
-        return (await generate_text(drafter, scorer, self.draft_length(drafter), self.num_tokens, self.rule)).tokens
+        return (await generate_text(drafter, scorer, self.chooser(drafter), self.num_tokens, self.rule)).tokens
 
-    def draft_length(self, drafter: ToyDrafter) -> DraftLength:
+    def chooser(self, drafter: ToyDrafter) -> PlanChooser:
         """Choose a fixed K; a drafter that remembers chooses its own."""
         if isinstance(drafter, loop_mutants.RememberingDrafter):
-            return drafter.draft_length
-        return DraftLength(Costs(), self.num_draft_tokens, self.num_draft_tokens)
+            return drafter.chooser
+        return new_chooser(self.num_draft_tokens)
 
     def judged(self) -> Agreement:
         """Return how the texts agree with the target's distribution."""

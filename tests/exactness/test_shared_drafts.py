@@ -14,7 +14,6 @@ import torch
 
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
 from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
-from coordinator.draft_length import Costs, DraftLength
 from coordinator.rounds import Drafted, Scored
 from draft_service import finished_texts
 from draft_service.drafter import DraftRequest
@@ -26,7 +25,17 @@ from draft_service.session_texts import TextDrafter
 from specdec.exact.values import Observations, Proposal
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
-from tests.support.toys import NUM_TOKENS, PROMPT, Play, ToyDrafter, ToyModel, ToyScorer, markov_logits, play
+from tests.support.toys import (
+    NUM_TOKENS,
+    PROMPT,
+    GenerationResult,
+    ToyDrafter,
+    ToyModel,
+    ToyScorer,
+    generate_text,
+    markov_logits,
+    new_chooser,
+)
 
 torch.set_num_threads(1)
 
@@ -81,30 +90,32 @@ class RankingScorer(ToyScorer):
 
 async def generated(
     drafter: TextDrafter[Any], seed: int, rule: AcceptanceRule, loses_observations: bool = False
-) -> Play:
+) -> GenerationResult:
     """Generate one text; its session is over."""
     served = ServedDrafter(TARGET, seed, drafter, loses_observations)
-    length = DraftLength(Costs(), NUM_DRAFT_TOKENS, NUM_DRAFT_TOKENS)
-    played = await play(served, RankingScorer(TARGET, seed), length, NUM_GENERATED, rule)
+    chooser = new_chooser(NUM_DRAFT_TOKENS)
+    result = await generate_text(served, RankingScorer(TARGET, seed), chooser, NUM_GENERATED, rule)
     drafter.forget(served.session)
     await asyncio.sleep(0)  # the text is indexed
     await asyncio.sleep(0)
-    return played
+    return result
 
 
-def judged(plays: list[Play]) -> Agreement:
+def judged(results: list[GenerationResult]) -> Agreement:
     """Return how texts agree with the target's distribution, which the toys have no part in."""
     logits = markov_logits(SEED_OF_TARGET).numpy()
 
     def distribution_after(text: History) -> Floats:
         return reference_distribution(logits[(*PROMPT, *text)[-1]], SamplingParams(), PROMPT, text)
 
-    return agreement([play.tokens[:NUM_TOKENS] for play in plays], joint_distribution(distribution_after, NUM_TOKENS))
+    return agreement(
+        [result.tokens[:NUM_TOKENS] for result in results], joint_distribution(distribution_after, NUM_TOKENS)
+    )
 
 
-def acceptance(plays: list[Play]) -> float:
+def acceptance(results: list[GenerationResult]) -> float:
     """Return accepted tokens a generation."""
-    return sum(play.total_accepted for play in plays) / len(plays)
+    return sum(result.total_accepted for result in results) / len(results)
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,7 @@ async def test_generated_text_has_the_targets_distribution(name: str) -> None:
 # ---- equal seeds
 
 
-async def repeated(is_recycled: bool) -> list[Play]:
+async def repeated(is_recycled: bool) -> list[GenerationResult]:
     """Generate with each seed twice, the second time from what the first left; return the second ones."""
     plays = []
     for seed in range(NUM_REPEATED):

@@ -1,20 +1,20 @@
 """Planted bugs in the real loop: keys, positions and shipped distributions; test_mutants.py must reject them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from coordinator.acceptance import TokenRule
-from coordinator.draft_length import Costs, DraftLength
+from coordinator.choosing.chooser import DraftPlan, PlanChooser, SharedStatistics
 from coordinator.rounds import Drafted
 from specdec.exact import randomness
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import draw
 from specdec.exact.values import Proposal, Scores, SparseDistribution, Uniforms, Verdict
 from tests.support.enumeration import prob_of
-from tests.support.toys import DRAFT_S, History, ToyDrafter, ToyScorer, TreeDrafter
+from tests.support.toys import DRAFT_S, TOY, History, ToyDrafter, ToyScorer, TreeDrafter
 
 # ---- rules
 
@@ -137,32 +137,33 @@ class ChainScorer(ToyScorer):
 def by_position(key: Key) -> Key:
     """Return the key of an absolute position: the keys of rejected draft tokens are reused.
 
-    Exact as long as nothing depends on rejected tokens; see LengthFromRejected.
+    Exact as long as nothing depends on rejected tokens; see PlanFromRejected.
     """
     return Key(0, key.committed_length + key.position, key.purpose)
 
 
-@dataclass(slots=True)
-class LengthFromRejected(DraftLength):
-    """Chooses K from the tokens of the last proposal, rejected ones too. Exact, unless keys are reused."""
+class PlanFromRejected(PlanChooser):
+    """Chooses K from the tokens of the last proposal, rejected ones too. Exact, unless keys come again."""
 
-    last: Proposal = field(default_factory=Proposal)
+    def __init__(self) -> None:
+        super().__init__(SharedStatistics(), [TOY], maximum=3)
+        self.last = Proposal()
 
-    def choose(self, remaining_tokens: int) -> int:
-        """Return K: 0 after a proposal whose second token was unlikely."""
+    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+        """Return K: none after a proposal whose second token came out unlikely."""
         steps = list(zip(self.last.tokens, self.last.distributions, strict=True))
         unlikely = any(prob_of(distribution, token) < 0.4 for token, distribution in steps[1:2])
-        return min(0 if unlikely else 3, max(remaining_tokens - 1, 0))
+        return DraftPlan(TOY, min(0 if unlikely else 3, max(remaining_tokens - 1, 0)))
 
 
 @dataclass(slots=True)
 class RememberingDrafter(ToyDrafter):
-    """Records its drafts for LengthFromRejected."""
+    """Records its drafts for PlanFromRejected."""
 
-    draft_length: LengthFromRejected = field(default_factory=lambda: LengthFromRejected(Costs(), 3))
+    chooser: PlanFromRejected = field(default_factory=PlanFromRejected)
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
         """Draft, and record the tokens."""
         drafted = await ToyDrafter.propose(self, committed, num_draft_tokens)
-        self.draft_length.last = drafted.proposal
+        self.chooser.last = drafted.proposal
         return drafted

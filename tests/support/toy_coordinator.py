@@ -15,7 +15,8 @@ from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.rounds import Scored
 from coordinator.running import Ending
-from coordinator.service import Coordinator, Workers
+from coordinator.service import Coordinator
+from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
 from coordinator.streams import SessionOpening
 from specdec import messages
@@ -113,8 +114,8 @@ class ToyCapabilities:
     def ask_soon(self) -> None:
         """Do nothing."""
 
-    def drafter(self, name: str | None) -> tuple[str, OfferedDrafter | None]:
-        return "toy", OfferedDrafter(self.target)
+    def session_drafters(self, name: str | None) -> dict[str, OfferedDrafter]:
+        return {"toy": OfferedDrafter(self.target)}
 
 
 class ToyCoordinator(Coordinator):

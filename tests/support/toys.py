@@ -14,7 +14,7 @@ import torch
 
 from coordinator import generation as generation_module
 from coordinator.acceptance import AcceptanceRule, TokenRule
-from coordinator.draft_length import DraftLength
+from coordinator.choosing.chooser import PlanChooser, SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
 from specdec.exact import randomness
@@ -27,6 +27,7 @@ from specdec.types import SamplingParams
 VOCAB_SIZE = 5
 NUM_TOKENS = 4
 MAX_DRAFT_TOKENS = 5  # for automatic K
+TOY = "toy"  # the drafter's name
 DRAFT_S, SCORE_S = 0.01, 0.05  # the cost of a draft token and of a score: K = 3 is best at the prior rate
 PROMPT = (0, 1, 4, 2, 1, 3, 0)  # every token occurs with a successor, so n-gram lookup always finds a draft
 
@@ -78,6 +79,11 @@ class ToyDrafter:
 
     model: ToyModel
     seed: int
+
+    @property
+    def available(self) -> bool:
+        """Whether it is worth asking now."""
+        return True
 
     async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
         """Return K tokens, each with its distribution."""
@@ -309,10 +315,15 @@ class GenerationResult(NamedTuple):
     total_accepted: int
 
 
+def new_chooser(num_draft_tokens: int | None, shared: SharedStatistics | None = None) -> PlanChooser:
+    """Return the chooser of a session with one drafter, at a fixed K or at any up to MAX_DRAFT_TOKENS."""
+    return PlanChooser(shared or SharedStatistics(), [TOY], MAX_DRAFT_TOKENS, num_draft_tokens)
+
+
 async def generate_text(
     drafter: ToyDrafter,
     scorer: ToyScorer,
-    draft_length: DraftLength,
+    chooser: PlanChooser,
     num_tokens: int = NUM_TOKENS,
     rule: AcceptanceRule | None = None,
 ) -> GenerationResult:
@@ -323,7 +334,7 @@ async def generate_text(
     async def commit(finished_round: Round) -> None:
         rounds.append(finished_round)
 
-    await run_rounds(generation, RoundParts(drafter, scorer, rule or TokenRule(), draft_length), commit)
+    await run_rounds(generation, RoundParts({TOY: drafter}, scorer, rule or TokenRule(), chooser), commit)
     first, last = rounds[0].statistics, rounds[-1].statistics
     return GenerationResult(
         tuple(entry.token for entry in generation.emitted),

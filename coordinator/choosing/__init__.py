@@ -1,0 +1,1 @@
+"""Choosing how each round drafts: which drafter, and how many draft tokens."""

@@ -1,0 +1,108 @@
+"""How much of a drafter's proposals is accepted, node by node.
+
+Drafters emit nodes best first, so that a shorter proposal is the beginning of a longer one. A round of K draft tokens
+then yields 1 + h_0 + ... + h_(K-1) tokens on average, where h_i is the probability that node i is on the accepted
+path: for a chain with acceptance rate a, h_i = a^(i+1) (Leviathan et al. 2023, equation 1); for a tree the h_i are
+whatever rank and depth of its nodes make them. One round of K draft tokens tests all of h_0 to h_(K-1).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.types import MAX_DRAFT_TOKENS
+
+DECAY = 0.97  # of a round's weight, a round
+PRIOR_ROUNDS = 4.0  # what is assumed of a drafter counts as much as this many rounds
+SESSION_PRIOR_ROUNDS = 8.0  # and so does what other sessions saw
+FIRST_PRIOR = 0.7  # of the first node
+NEXT_PRIOR = 0.8  # of a node, as a fraction of the node before it
+MAX_NEXT = 0.98
+
+Floats = NDArray[np.float64]
+
+
+def _zeros() -> Floats:
+    return np.zeros(MAX_DRAFT_TOKENS)
+
+
+@dataclass(slots=True)
+class NodeCounts:
+    """Decayed counts by node [MAX_DRAFT_TOKENS]: rounds that asked for it, drafted it, accepted it."""
+
+    asked: Floats = field(default_factory=_zeros)
+    drafted: Floats = field(default_factory=_zeros)
+    accepted: Floats = field(default_factory=_zeros)
+
+    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+        """Add one round; `path` has the accepted nodes."""
+        for counts in (self.asked, self.drafted, self.accepted):
+            counts[:num_asked] *= DECAY
+        self.asked[:num_asked] += 1
+        self.drafted[: min(num_asked, num_drafted)] += 1
+        self.accepted[[node for node in path if node < num_asked]] += 1
+
+
+class AcceptanceHistory:
+    """One drafter's proposals over all sessions."""
+
+    def __init__(self) -> None:
+        self._counts = NodeCounts()
+        self.accept_probs = self._accept_probs()  # [MAX_DRAFT_TOKENS]
+        self.draft_probs = np.ones(MAX_DRAFT_TOKENS)  # that a node which is asked for is drafted
+
+    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+        """Add one round."""
+        self._counts.observe(num_asked, num_drafted, path)
+        self.accept_probs = self._accept_probs()
+        self.draft_probs = (self._counts.drafted + PRIOR_ROUNDS * self._unasked_draft_prob()) / (
+            self._counts.asked + PRIOR_ROUNDS
+        )
+
+    def _accept_probs(self) -> Floats:
+        """Return each node's probability; where rounds were few, the node before it is the prior."""
+        probs, prior, ratio = [], FIRST_PRIOR, self._next_ratio()
+        for asked, accepted in zip(self._counts.asked.tolist(), self._counts.accepted.tolist(), strict=True):
+            probs.append((accepted + PRIOR_ROUNDS * prior) / (asked + PRIOR_ROUNDS))
+            prior = ratio * probs[-1]
+        return np.array(probs)
+
+    def _next_ratio(self) -> float:
+        """Return how often a node was accepted, as a fraction of the node before it, where both were asked for."""
+        counts = self._counts
+        both = np.minimum(counts.asked[1:] / np.maximum(counts.asked[:-1], 1e-9), 1.0)
+        before, after = float((both * counts.accepted[:-1]).sum()), float(counts.accepted[1:].sum())
+        return min((after + PRIOR_ROUNDS * NEXT_PRIOR) / (before + PRIOR_ROUNDS), MAX_NEXT)
+
+    def _unasked_draft_prob(self) -> float:
+        """Return the fraction of all nodes asked for that were drafted."""
+        return float((self._counts.drafted.sum() + 1) / (self._counts.asked.sum() + 1))
+
+
+class SessionAcceptance:
+    """One drafter's proposals in one session; what all sessions saw is the prior."""
+
+    def __init__(self, shared: AcceptanceHistory) -> None:
+        self._shared = shared
+        self._counts = NodeCounts()
+
+    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+        """Add one round, here and to what all sessions saw."""
+        self._counts.observe(num_asked, num_drafted, path)
+        self._shared.observe(num_asked, num_drafted, path)
+
+    def expected_tokens(self) -> Floats:
+        """Return the mean tokens of a round by draft tokens asked for, the closing token included [MAX + 1]."""
+        asked, accepted, prior = self._counts.asked, self._counts.accepted, self._shared.accept_probs
+        # a session that accepts more than others at the nodes tested will do so at the others too
+        ratio = (accepted.sum() + SESSION_PRIOR_ROUNDS) / ((asked * prior).sum() + SESSION_PRIOR_ROUNDS)
+        probs = (accepted + SESSION_PRIOR_ROUNDS * np.minimum(ratio * prior, 1.0)) / (asked + SESSION_PRIOR_ROUNDS)
+        return np.concatenate([[1.0], 1 + np.cumsum(probs)])
+
+    def expected_drafted(self) -> Floats:
+        """Return the mean number of draft tokens by draft tokens asked for [MAX + 1]."""
+        asked, drafted, prior = self._counts.asked, self._counts.drafted, self._shared.draft_probs
+        probs = (drafted + SESSION_PRIOR_ROUNDS * prior) / (asked + SESSION_PRIOR_ROUNDS)
+        return np.concatenate([[0.0], np.cumsum(probs)])

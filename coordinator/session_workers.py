@@ -1,0 +1,87 @@
+"""Opens a session at the workers: its scorer, its drafters, and the chooser of its plans."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from coordinator import metrics
+from coordinator.acceptance import RULES
+from coordinator.capabilities import WorkerCapabilities
+from coordinator.choosing.chooser import PlanChooser, SharedStatistics
+from coordinator.draft import DraftLimits, DraftWorkers, OfferedDrafter, SessionDrafter
+from coordinator.observing import joined
+from coordinator.running import WorkerHandles
+from coordinator.streams import SessionOpening
+from coordinator.target import TargetWorkers
+from specdec.errors import SpecdecError
+from specdec.exact.values import ObservationRequest
+from specdec.serving.telemetry import get_logger
+from specdec.types import AcceptanceRuleName, ModelInfo, SpeculationParams
+
+UNCONFIRMED = ""  # stands for a drafter that no worker has confirmed yet: any name would add to the statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The workers of both kinds, and what is known of them."""
+
+    target: TargetWorkers
+    draft: DraftWorkers | None
+    capabilities: WorkerCapabilities
+
+
+class SessionWorkers:
+    """Opens sessions at the workers; knows what all sessions have measured."""
+
+    def __init__(self, workers: Workers, max_draft_tokens: int) -> None:
+        self._workers = workers
+        self._max_draft_tokens = max_draft_tokens
+        self._statistics = SharedStatistics()
+
+    def open(self, session: SessionOpening, model: ModelInfo, speculation: SpeculationParams) -> WorkerHandles:
+        """Return a session's handles; streams open when rounds first use them. Raises as `session_drafters`."""
+        offered = self._offered(speculation)
+        observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
+        capabilities = self._workers.capabilities
+        is_greedy = session.sampling.temperature == 0
+        return WorkerHandles(
+            scorer=self._workers.target.open(session, model.vocab_size, observed, capabilities.ask_soon),
+            drafters=self._drafters(session, model, speculation.drafter or "", offered, observed),
+            rule=RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN],
+            chooser=PlanChooser(
+                self._statistics.for_seed(None if is_greedy else session.sampling.seed),
+                tuple(offered),
+                self._max_draft_tokens,
+                speculation.num_draft_tokens,
+                is_greedy=is_greedy,
+            ),
+        )
+
+    def _offered(self, speculation: SpeculationParams) -> Mapping[str, OfferedDrafter]:
+        """Return the session's drafters by name; before any worker has answered, the one that it asked for."""
+        if self._workers.draft is None or speculation.num_draft_tokens == 0:
+            return {}
+        offered = self._workers.capabilities.session_drafters(speculation.drafter)
+        return offered or {UNCONFIRMED: OfferedDrafter(ModelInfo(""))}
+
+    def _drafters(
+        self,
+        session: SessionOpening,
+        model: ModelInfo,
+        asked: str,
+        offered: Mapping[str, OfferedDrafter],
+        observed: ObservationRequest,
+    ) -> dict[str, SessionDrafter]:
+        workers, drafters = self._workers.draft, dict[str, SessionDrafter]()
+        if workers is None:
+            return drafters
+        for name, drafter in offered.items():
+            limits = DraftLimits(model.vocab_size, drafter.model.context_length, drafter.observations, observed)
+            on_failure = partial(_note_failure, session.session_id)
+            drafters[name] = workers.open(session, name or asked, limits, on_failure)
+        return drafters
+
+
+def _note_failure(session_id: str, error: SpecdecError) -> None:
+    metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
+    get_logger().warning("draft_unavailable", session_id=session_id, reason=error.reason)

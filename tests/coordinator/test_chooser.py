@@ -1,0 +1,348 @@
+"""The choice of drafter and K: what it settles on, and that it is never much slower than plain decoding."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from coordinator.choosing.acceptance_history import AcceptanceHistory, SessionAcceptance
+from coordinator.choosing.chooser import (
+    EXPLORATION_SHARE,
+    PLAIN,
+    PROBE_LENGTH,
+    DraftPlan,
+    Exploration,
+    PlanChooser,
+    RoundOutcome,
+    SharedStatistics,
+)
+from coordinator.choosing.costs import Costs
+
+MAXIMUM = 32
+ROOM = 1000
+ALWAYS = 10**9  # rounds of one session
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What a drafter's rounds cost and yield; a plain forward costs 1."""
+
+    rate: float  # that a draft token of a chain passes
+    draft: float  # cost of a draft token
+    overhead: float = 0.0  # cost of a call
+
+    def tokens(self, k: int) -> float:
+        """Mean tokens of a round (Leviathan et al. 2023, equation 1)."""
+        return float(sum(self.rate**length for length in range(k + 1)))
+
+    def draft_s(self, k: int) -> float:
+        return self.overhead + self.draft * k if k else 0.0
+
+    def speed(self, k: int, slope: float) -> float:
+        """Tokens a second at fixed K, by arithmetic."""
+        return self.tokens(k) / (1 + slope * k + self.draft_s(k))
+
+    def best(self, slope: float) -> float:
+        return max(self.speed(k, slope) for k in range(MAXIMUM + 1))
+
+
+@dataclass
+class Simulated:
+    """What a simulation did."""
+
+    speed: float  # tokens a second
+    plans: list[DraftPlan]
+
+    def share(self, drafter: str | None) -> float:
+        """Fraction of the rounds with a drafter."""
+        return sum(plan.drafter == drafter for plan in self.plans) / len(self.plans)
+
+
+def simulate(
+    drafters: Mapping[str, Drafter],
+    slope: float = 0.03,  # cost of scoring a draft token
+    num_rounds: int = 1000,
+    session_rounds: int = ALWAYS,
+    shared: SharedStatistics | None = None,
+    fixed: int | None = None,
+) -> Simulated:
+    """Run rounds with noisy costs, in sessions of so many rounds."""
+    source, shared = random.Random(1), shared or SharedStatistics()
+    num_tokens, elapsed_s, plans = 0, 0.0, list[DraftPlan]()
+    chooser = PlanChooser(shared, list(drafters), MAXIMUM, fixed)
+    for number in range(num_rounds):
+        if number % session_rounds == 0:
+            chooser = PlanChooser(shared, list(drafters), MAXIMUM, fixed)
+        plan = chooser.choose(ROOM)
+        k, drafter = plan.num_draft_tokens, drafters.get(plan.drafter or "", Drafter(0, 0))
+        passed = next((index for index in range(k) if source.random() >= drafter.rate), k)
+        draft_s = drafter.draft_s(k) * source.uniform(0.9, 1.1)
+        score_s = (1 + slope * k) * source.uniform(0.9, 1.1)
+        chooser.observe(RoundOutcome(plan, k, range(passed), draft_s, score_s))
+        num_tokens, elapsed_s = num_tokens + passed + 1, elapsed_s + draft_s + score_s
+        plans.append(plan)
+    return Simulated(num_tokens / elapsed_s, plans)
+
+
+DRAFTERS = [
+    Drafter(rate, draft, overhead)
+    for rate in (0.0, 0.6, 0.8, 1.0)
+    for draft in (0.01, 0.1, 1.0)
+    for overhead in (0.0, 0.1)
+]
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.2])
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_never_much_slower_than_the_best_k(drafter: Drafter, slope: float) -> None:
+    """In one long session, and in sessions of 20 rounds."""
+    for session_rounds in (ALWAYS, 20):
+        speed = simulate({"a": drafter}, slope, session_rounds=session_rounds).speed
+        assert speed > 0.97
+        assert speed > 0.88 * drafter.best(slope)
+
+
+def test_cheap_accepted_drafts_are_long() -> None:
+    plans = simulate({"a": Drafter(rate=0.98, draft=0.01)}, slope=0.01).plans
+    assert np.median([plan.num_draft_tokens for plan in plans[200:]]) >= 16
+
+
+USELESS = {"wrong": Drafter(0.0, 0.05), "weak": Drafter(0.1, 0.5), "slow": Drafter(0.9, 3.0)}
+
+
+@pytest.mark.parametrize("session_rounds", [ALWAYS, 30])
+def test_useless_drafters_cost_under_two_percent(session_rounds: int) -> None:
+    assert simulate(USELESS, 0.1, 3000, session_rounds).speed > 0.98
+
+
+MIXED = {"model": Drafter(0.75, 0.12), "ngram": Drafter(0.4, 0.001), **USELESS}
+
+
+@pytest.mark.parametrize("session_rounds", [ALWAYS, 30])
+def test_the_best_drafter_is_found(session_rounds: int) -> None:
+    """Among useless ones, within 7 % of its best K; long sessions leave it for trials alone."""
+    simulated = simulate(MIXED, 0.03, 3000, session_rounds)
+    assert simulated.speed > 0.93 * MIXED["model"].best(0.03)
+    assert simulated.share("model") > 0.85
+
+
+def test_a_change_of_text_changes_the_drafter() -> None:
+    """The text becomes repetitive in mid-session, then stops being so."""
+    shared = SharedStatistics()
+    before, during = (
+        {"a": Drafter(0.6, 0.05), "b": Drafter(0.1, 0.05)},
+        {"a": Drafter(0.1, 0.05), "b": Drafter(0.9, 0.05)},
+    )
+    simulate(before, shared=shared)
+    assert simulate(during, shared=shared).share("b") > 0.8
+    assert simulate(before, shared=shared).share("a") > 0.8
+
+
+@pytest.mark.parametrize("drafters", [USELESS, MIXED])
+def test_trials_lose_no_more_than_their_share(drafters: Mapping[str, Drafter]) -> None:
+    """Apart from the first measurements: all time that trials lost, against the time of all rounds."""
+    lost = SharedStatistics()
+    simulate(drafters, num_rounds=3000, shared=lost)
+    assert lost.exploration.affords(-0.005 * 3000)  # one trial may overshoot
+
+
+def test_a_fixed_k_is_never_changed() -> None:
+    plans = simulate({"a": Drafter(0.0, 2.0)}, num_rounds=100, fixed=12).plans
+    assert set(plans) == {DraftPlan("a", 12)}
+    assert set(simulate(MIXED, num_rounds=100, fixed=0).plans) == {PLAIN}
+
+
+def test_a_fixed_k_still_chooses_the_drafter() -> None:
+    simulated = simulate(MIXED, fixed=3, num_rounds=2000)
+    assert {plan.num_draft_tokens for plan in simulated.plans} == {3}
+    assert simulated.share("model") > 0.9
+
+
+@pytest.mark.parametrize(("remaining_tokens", "expected"), [(1, 0), (2, 1), (5, 4), (100, 6)])
+def test_a_fixed_k_fits_the_remaining_tokens(remaining_tokens: int, expected: int) -> None:
+    chooser = PlanChooser(SharedStatistics(), ["a"], MAXIMUM, 6)
+    assert chooser.choose(remaining_tokens).num_draft_tokens == expected
+
+
+@pytest.mark.parametrize("remaining_tokens", [0, 1, 2, 3])
+def test_automatic_k_leaves_room_for_a_closing_token(remaining_tokens: int) -> None:
+    warm = SharedStatistics()
+    simulate({"a": Drafter(1.0, 0.01)}, shared=warm)
+    warm.exploration = NeverExplores()
+    for shared in (SharedStatistics(), warm):
+        plan = PlanChooser(shared, ["a"], MAXIMUM).choose(remaining_tokens)
+        assert plan.num_draft_tokens == min(PROBE_LENGTH, max(remaining_tokens - 1, 0))
+
+
+def test_without_drafters_decoding_is_plain() -> None:
+    chooser = PlanChooser(SharedStatistics(), [], MAXIMUM)
+    assert chooser.choose(ROOM) == PLAIN
+    chooser = PlanChooser(SharedStatistics(), ["a"], MAXIMUM)
+    assert chooser.choose(ROOM, available=[]) == PLAIN
+    assert PlanChooser(SharedStatistics(), ["a"], 0).choose(ROOM) == PLAIN
+
+
+def test_unavailable_drafters_are_not_asked() -> None:
+    shared = SharedStatistics()
+    simulate(MIXED, shared=shared)
+    chooser = PlanChooser(shared, list(MIXED), MAXIMUM)
+    asked = {chooser.choose(ROOM, available=["ngram"]).drafter for _ in range(100)}
+    assert asked <= {"ngram", None}
+
+
+def test_a_slow_round_does_not_disable_drafting() -> None:
+    """One draft cost as much as 400 forwards; sessions last 20 rounds."""
+    shared, drafters = SharedStatistics(), {"a": Drafter(0.9, 0.1)}
+    simulate(drafters, num_rounds=50, shared=shared)
+    shared.costs.observe_draft("a", PROBE_LENGTH, 400.0)
+    plans = simulate(drafters, num_rounds=600, session_rounds=20, shared=shared).plans
+    assert plans[5] == PLAIN, "the round was not slow enough"
+    assert Counter(plan.drafter for plan in plans[-100:])["a"] > 70
+
+
+def test_a_trial_is_repeated_after_a_prefill() -> None:
+    """The first round at a worker that lacks the text measures no cost."""
+    shared = SharedStatistics()
+    simulate({"a": Drafter(0.9, 0.1), "b": Drafter(0.1, 0.1)}, shared=shared)
+    shared.exploration.observe(elapsed_s=1e6)
+    chooser = PlanChooser(shared, ["a", "b"], MAXIMUM)
+    trial = chooser.choose(ROOM)
+    assert trial.drafter == "b"
+    chooser.observe(RoundOutcome(trial, 1, (), 9.0, 1.0, has_prefill=True))
+    assert chooser.choose(ROOM) == trial
+    chooser.observe(RoundOutcome(trial, 1, (), 9.0, 1.0, has_prefill=True))
+    assert chooser.choose(ROOM) != trial
+
+
+# ---- seeds
+
+
+def test_equal_seeds_share_only_costs() -> None:
+    """A seed's second session neither reads nor adds to what others accepted; greedy ones always share."""
+    shared = SharedStatistics()
+    assert [shared.for_seed(seed) is shared for seed in (1, 2, 1, None, None, 3)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    second = shared.for_seed(2)
+    assert second.costs is shared.costs
+    assert second.exploration is not shared.exploration
+    assert second.acceptance("a", False) is not shared.acceptance("a", False)
+
+
+# ---- acceptance
+
+
+def test_nodes_of_a_chain_follow_the_paper() -> None:
+    """h_i = a^(i+1) where nodes were tested, and beyond."""
+    source, history = random.Random(2), AcceptanceHistory()
+    for _ in range(4000):
+        history.observe(6, 6, range(next((i for i in range(6) if source.random() >= 0.7), 6)))
+    expected = [0.7 ** (node + 1) for node in range(10)]
+    assert history.accept_probs[:10] == pytest.approx(expected, abs=0.12)
+
+
+def test_nodes_of_a_tree_are_counted_one_by_one() -> None:
+    """A first child that is never accepted, a second that always is, and a child of that one."""
+    history = AcceptanceHistory()
+    for _ in range(400):
+        history.observe(3, 3, (1, 2))
+    assert history.accept_probs[:3] == pytest.approx([0, 1, 1], abs=0.1)
+
+
+def test_drafters_that_find_nothing_draft_little() -> None:
+    """Nodes that are asked for and not drafted cost no scoring, and yield nothing."""
+    session = SessionAcceptance(AcceptanceHistory())
+    for number in range(400):
+        session.observe(8, 8 if number % 2 else 0, range(8) if number % 2 else ())
+    assert session.expected_drafted()[8] == pytest.approx(4, abs=0.3)
+    assert session.expected_tokens()[8] == pytest.approx(5, abs=0.4)
+
+
+def test_sessions_differ_from_the_prior() -> None:
+    """A session that accepts everything, where all others accept nothing, is soon believed."""
+    shared = AcceptanceHistory()
+    for _ in range(400):
+        SessionAcceptance(shared).observe(4, 4, ())
+    session = SessionAcceptance(shared)
+    assert session.expected_tokens()[4] < 1.2
+    for _ in range(20):
+        session.observe(4, 4, range(4))
+    assert session.expected_tokens()[4] > 3
+
+
+# ---- costs
+
+
+def learned(observe: Callable[[Costs, int], None]) -> Costs:
+    costs = Costs()
+    for k in [0, 8, 4, 2] * 50:
+        observe(costs, k)
+    return costs
+
+
+def test_costs_are_learned_as_a_line() -> None:
+    def observe(costs: Costs, k: int) -> None:
+        if k:
+            costs.observe_draft("a", k, 0.2 * k)
+        costs.observe_score(k, 1 + 0.1 * k)
+
+    costs = learned(observe)
+    assert costs.draft_s("a", np.array([2, 4, 8])) == pytest.approx([0.4, 0.8, 1.6], rel=0.05)
+    assert costs.score_s(np.array([0.0, 4.0, 8.0])) == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
+
+
+class NeverExplores(Exploration):
+    """Affords no trial."""
+
+    def affords(self, loss_s: float) -> bool:
+        return False
+
+
+def load(shared: SharedStatistics, num_sessions: int, slope: float) -> None:
+    """Let a target worker with so many sessions score, which costs `slope` a draft token."""
+    chooser = PlanChooser(shared, ["a"], MAXIMUM)
+    for k in [1, 8, 4, 2] * 20:
+        chooser.observe(RoundOutcome(DraftPlan("a", k), k, range(k - k // 3), 0.01 * k, 1 + slope * k, num_sessions))
+
+
+def test_a_load_change_changes_k_at_once() -> None:
+    """Draft tokens are nearly free at an idle worker, and cost as much as plain ones at a busy one."""
+    shared = SharedStatistics()
+    load(shared, 1, 0.01)
+    shared.exploration = NeverExplores()
+    chooser = PlanChooser(shared, ["a"], MAXIMUM)
+    idle = chooser.choose(ROOM)
+    load(shared, 32, 4.0)
+    busy = chooser.choose(ROOM)
+    shared.costs.observe_score(4, 1.04, 1)
+    assert idle.num_draft_tokens >= 4
+    assert busy == PLAIN
+    assert chooser.choose(ROOM).num_draft_tokens >= 4
+
+
+def test_similar_loads_share_what_was_learned() -> None:
+    """Load levels are powers of two of the worker's sessions."""
+    shared = SharedStatistics()
+    load(shared, 16, 0.5)
+    before = float(shared.costs.score_s(8))
+    shared.costs.observe_score(4, 3.0, 31)
+    assert float(shared.costs.score_s(8)) == pytest.approx(before, rel=0.01)
+    shared.costs.observe_score(4, 9.0, 32)
+    assert float(shared.costs.score_s(8)) > 1.5 * before
+
+
+def test_trials_of_new_loads_wait_for_a_measurement() -> None:
+    """At a load that was never seen, the first round measures scoring."""
+    shared = SharedStatistics()
+    load(shared, 1, 0.1)
+    shared.costs.observe_score(0, 1.0, 64)
+    assert shared.costs.knows_scoring
+    assert EXPLORATION_SHARE <= 0.02
