@@ -16,6 +16,7 @@ from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore, 
 from coordinator.streams import SessionOpening
 from coordinator.text import StreamDetokenizer
 from specdec.errors import FencedError, SpecdecError, UnavailableError
+from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
