@@ -67,7 +67,8 @@ class Number(Kind):
             return f"is {value!r}; {remedy}"
         number = float(value)
         above = self.low < number if self.excludes_low else self.low <= number
-        return None if math.isfinite(number) and above and number <= self.high else f"is {number!r}; {remedy}"
+        shown = repr(number).removesuffix(".0")
+        return None if math.isfinite(number) and above and number <= self.high else f"is {shown}; {remedy}"
 
     @property
     def _interval(self) -> str:

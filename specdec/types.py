@@ -46,7 +46,7 @@ class SamplingParams:
     seed: int | None = parameter(
         None,
         WholeNumber(0, 2**64 - 1, metavar="SEED"),
-        "the same seed and --num-draft-tokens give the same text",
+        "the same seed, --drafter and --num-draft-tokens give the same text",
         group=DRAWING,
     )
     max_new_tokens: int | None = parameter(

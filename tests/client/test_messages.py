@@ -101,7 +101,7 @@ BAD_SAMPLING = [
     ({"presence_penalty": -101.0}, "presence_penalty", "-101", "[-100, 100]"),
     ({"frequency_penalty": math.inf}, "frequency_penalty", "inf", "[-100, 100]"),
     ({"max_new_tokens": 0}, "max_new_tokens", "0", "at least 1"),
-    ({"num_logprobs": 21}, "num_logprobs", "21", "from 0 to 20"),
+    ({"num_logprobs": 21}, "num_logprobs", "21", "the maximum is 20"),
     ({"stop": ["x"] * 17}, "stop", "17", "the maximum is 16"),
     ({"stop": ["ok", ""]}, "stop", "0 characters", "1 to 256"),
     ({"stop": ["x" * 257]}, "stop", "257 characters", "1 to 256"),

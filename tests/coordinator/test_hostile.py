@@ -78,7 +78,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clus
     folder = tmp_path_factory.mktemp("models")
     target = save_tokenizer(build("llama", folder / "target"), VOCAB_SIZE)
     draft = save_tokenizer(build("llama", folder / "draft", seed=1), VOCAB_SIZE)
-    async with cluster(target, draft) as running:
+    async with cluster(target, draft, max_draft_tokens=8) as running:
         yield running
 
 

@@ -25,7 +25,7 @@ from tests.support.cluster import Cluster, cluster, save_tokenizer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [5, 17, 3, 200, 9]
-SPECULATED = SpeculationParams(num_draft_tokens=4)
+SPECULATED = SpeculationParams(num_draft_tokens=4, drafter="model")
 PLAIN = SpeculationParams(num_draft_tokens=0)
 
 

@@ -42,7 +42,7 @@ async def test_64_sessions_each_as_alone(served: Cluster) -> None:
     async with AsyncClient(served.address) as client:
 
         async def run(number: int, prompt: str) -> Completion:
-            speculation = SpeculationParams(num_draft_tokens=number % 5)
+            speculation = SpeculationParams(num_draft_tokens=number % 5, drafter="model")
             return await client.complete(prompt, sampling=sampling(number), speculation=speculation)
 
         alone = [await run(number, prompt) for number, prompt in enumerate(prompts())]
