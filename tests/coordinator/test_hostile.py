@@ -223,7 +223,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
         (["coordinator", "--tokenizer", "{model}", "--store", "redis://127.0.0.1:{closed}", "--port", "0"], ["store"]),
         (["coordinator", "--tokenizer", "{model}", "--store", "mysql://x", "--port", "0"], ["redis://"]),
         (["draft_service", "--drafters", "oracle"], ["oracle", "ngram"]),
-        (["draft_service"], ["--model"]),
+        (["draft_service", "--drafters", "model"], ["--model"]),
     ],
 )
 async def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tmp_path: Path) -> None:
