@@ -33,7 +33,7 @@ from benchmarks.judging import Agreement, History, agreement, joint_distribution
 from benchmarks.toy_drafters import KIND as TOY
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.child import Child, print_errors
-from specdec.serving.local import Command, Options, environment_of, running, worker_commands
+from specdec.serving.local import Command, Options, running, worker_commands
 from specdec.types import AcceptanceRuleName
 
 VOCAB_SIZE = 6
@@ -242,7 +242,7 @@ def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
 
 
 class Services:
-    """Two workers and a coordinator, each a process; the draft worker may be killed, and started again where it was."""
+    """Two workers and a coordinator, each a process; a draft worker that is killed is started again."""
 
     def __init__(self, target: Path, draft: Path) -> None:
         options = Options(target=str(target), draft=str(draft), port=0, dtype="float32", target_threads=1, drain_s=1.0)
@@ -262,15 +262,6 @@ class Services:
     def kill_draft(self) -> None:
         """Send SIGKILL."""
         self.draft.signal(signal.SIGKILL)
-
-    async def restart_draft(self) -> None:
-        """Start it again on its port."""
-        port = ("--port", str(self.draft.port.result()))
-        flags = (*self._draft_command.flags, *port)
-        command = replace(self._draft_command, flags=flags)
-        environment = environment_of(command, os.environ)
-        child = await Child.start(command.name, command.module, flags, environment, print_errors)
-        self.stack.children.append(child)
 
 
 def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
@@ -323,7 +314,7 @@ async def generate_one(client: AsyncClient, case: Case, seed: int) -> Completion
 
 
 async def completions_of(client: AsyncClient, case: Case, num_generations: int, started: Services) -> list[Completion]:
-    """Generate a case's texts; a draft worker is killed after a quarter of them, and is back for the second half."""
+    """Generate a case's texts; the draft worker is killed after a quarter of them, and is back for the second half."""
     if not case.kills_draft:
         return await generate(client, case, range(num_generations))
     half, quarter = num_generations // 2, num_generations // 4
@@ -333,7 +324,6 @@ async def completions_of(client: AsyncClient, case: Case, num_generations: int, 
             started.kill_draft()
 
     bereft = await generate(client, case, range(half), kill_in_time)
-    await started.restart_draft()
     await until_drafting(client, case)
     return bereft + await generate(client, case, range(half, num_generations))
 

@@ -226,7 +226,9 @@ def test_rows_are_distributions(logits: np.ndarray, temperature: float, top_k: i
     )
     assert (rows >= 0).all()
     torch.testing.assert_close(rows.sum(-1), torch.ones(len(logits)))
-    assert (rows.gather(-1, torch.from_numpy(logits).argmax(-1, keepdim=True)) > 0).all()
+    kept = torch.where(rows > 0, torch.from_numpy(logits), -torch.inf).amax(-1)
+    # nearer to the maximum, two tokens may have the same float32 probability
+    assert (kept >= torch.from_numpy(logits).amax(-1) - 1e-5 * max(1.0, temperature)).all()
 
 
 @settings(deadline=None)
