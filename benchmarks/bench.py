@@ -14,8 +14,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
-from benchmarks.measure import PLAIN, Configuration, Measured, Prompt, automatic, fixed, hardware, measure, speed_up
-from benchmarks.served import SERVED, Served
+from benchmarks.measure import (
+    CHOSEN,
+    PLAIN,
+    Configuration,
+    Measured,
+    Prompt,
+    automatic,
+    fixed,
+    hardware,
+    measure,
+    speed_up,
+)
+from benchmarks.served import SERVED, Served, sharing_nothing
 from specdec import AsyncClient, Completion, SpeculationParams
 from specdec.serving.child import print_errors
 from specdec.serving.local import CannotRun, running
@@ -27,8 +38,8 @@ LOAD_TOKENS = 64
 
 
 def configurations(drafters: Sequence[str], draft_lengths: Sequence[int]) -> list[Configuration]:
-    """Return plain decoding, and every drafter on offer, the first of them with all draft lengths."""
-    result = [PLAIN]
+    """Return plain decoding, the service's choice, and every drafter, the first of them with all draft lengths."""
+    result = [PLAIN, CHOSEN]
     for drafter in drafters:
         lengths = draft_lengths if drafter == drafters[0] else (USUAL_DRAFT_LENGTH,)
         result += [automatic(drafter), *(fixed(drafter, count) for count in lengths)]
@@ -149,7 +160,8 @@ def main() -> None:
             num_tokens=flags.tokens or served.num_tokens,
             num_repetitions=flags.repetitions or served.num_repetitions,
         )
-        asyncio.run(bench(chosen))
+        with sharing_nothing():
+            asyncio.run(bench(chosen))
     except CannotRun as error:
         sys.exit(f"bench: {error}")
 

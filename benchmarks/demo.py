@@ -16,8 +16,8 @@ from itertools import takewhile
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measure import PLAIN, Configuration, Measured, Prompt, busy_cores, hardware, measure, speed_up
-from benchmarks.served import SERVED, Served
+from benchmarks.measure import CHOSEN, PLAIN, Configuration, Measured, Prompt, busy_cores, hardware, measure, speed_up
+from benchmarks.served import SERVED, Served, sharing_nothing
 from specdec import AsyncClient, Completion, SpeculationParams
 from specdec.serving.child import print_errors
 from specdec.serving.local import CannotRun, running
@@ -35,9 +35,9 @@ console = Console(highlight=False)
 
 
 def configurations(drafters: Sequence[str]) -> list[Configuration]:
-    """Return plain decoding, and every drafter on offer."""
+    """Return plain decoding, the service's choice, and every drafter on offer."""
     speculated = [Configuration(f"{name} drafter", SpeculationParams(drafter=name)) for name in drafters]
-    return [PLAIN, *speculated]
+    return [PLAIN, CHOSEN, *speculated]
 
 
 async def show_stream(client: AsyncClient, served: Served, prompt: Prompt) -> None:
@@ -130,9 +130,11 @@ def main() -> None:
     parser.add_argument("--model", choices=tuple(SERVED), default="demo", help="what to serve (default: the demo pair)")
     flags = parser.parse_args()
     try:
-        sys.exit(not asyncio.run(demo(SERVED[flags.model]())))
+        with sharing_nothing():
+            agreed = asyncio.run(demo(SERVED[flags.model]()))
     except CannotRun as error:
         sys.exit(f"demo: {error}")
+    sys.exit(not agreed)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Configuration:
 
 
 PLAIN = Configuration("plain", SpeculationParams(num_draft_tokens=0))
+CHOSEN = Configuration("chosen by the service", SpeculationParams())
 
 
 def automatic(drafter: str) -> Configuration:

@@ -1,6 +1,8 @@
 """What is served in the demo and the bench: a target, what drafts for it, and what it is asked."""
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -33,7 +35,7 @@ class Served:
 
     def sampling(self, temperature: float, num_tokens: int) -> SamplingParams:
         """Return the sampling parameters of a measured completion."""
-        return SamplingParams(temperature=temperature, seed=1, max_new_tokens=num_tokens, ignore_eos=self.ignore_eos)
+        return SamplingParams(temperature=temperature, max_new_tokens=num_tokens, ignore_eos=self.ignore_eos)
 
 
 def demo_pair() -> Served:
@@ -72,6 +74,18 @@ def smollm2() -> Served:
         num_tokens=96,
         num_repetitions=1,
     )
+
+
+@contextmanager
+def sharing_nothing() -> Iterator[None]:
+    """Keep draft workers that start here from drafting what another configuration wrote after the same prompt."""
+    variables = {"SPECDEC_RECYCLE_SHARED": "false", "SPECDEC_SUFFIX_SHARED_TOKENS": "0"}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
 
 
 SERVED: Mapping[str, Callable[[], Served]] = {"demo": demo_pair, "smollm2": smollm2}

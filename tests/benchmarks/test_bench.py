@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import bench, demo, served
 from benchmarks.instructions import KINDS
-from benchmarks.measure import PLAIN, Measured, Prompt, automatic, fixed, measure
+from benchmarks.measure import CHOSEN, PLAIN, Measured, Prompt, automatic, fixed, measure
 from specdec import AsyncClient, Completion, Finish, FinishReason, SamplingParams, Statistics, Usage
 from specdec.serving.local import CannotRun
 from tests.support.architectures import VOCAB_SIZE, build
@@ -34,6 +34,7 @@ def test_every_drafter_on_offer_is_compared() -> None:
     speculations = [(each.speculation.drafter, each.speculation.num_draft_tokens) for each in compared]
     assert speculations == [
         (None, 0),
+        (None, None),
         ("brand_new", None),
         ("brand_new", 2),
         ("brand_new", 6),
@@ -41,11 +42,11 @@ def test_every_drafter_on_offer_is_compared() -> None:
         ("ngram", 4),
     ]
     assert len({each.name for each in compared}) == len(compared)
-    assert [each.speculation.drafter for each in demo.configurations(["brand_new"])] == [None, "brand_new"]
+    assert [each.speculation.drafter for each in demo.configurations(["brand_new"])] == [None, None, "brand_new"]
 
 
-def test_without_drafters_plain_decoding_is_left() -> None:
-    assert bench.configurations([], (4,)) == demo.configurations([]) == [PLAIN]
+def test_without_drafters_only_the_choice_is_left() -> None:
+    assert bench.configurations([], (4,)) == demo.configurations([]) == [PLAIN, CHOSEN]
 
 
 def test_acceptance_by_depth_counts_rounds_that_drafted_there() -> None:
