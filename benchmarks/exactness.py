@@ -82,6 +82,7 @@ CASES = {
             num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.BLOCK
         )
     ),
+    "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
         SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)
@@ -222,7 +223,7 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
     """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
-    if case.speculation.drafter in TREE_DRAFTERS:
+    if case.speculation.drafter in (None, *TREE_DRAFTERS):
         return None
     target_distributions, draft_distributions = (
         distributions_of(target, case.sampling),

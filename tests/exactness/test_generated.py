@@ -5,8 +5,8 @@ bugs are for the enumerations to find.
 """
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -24,13 +24,14 @@ from benchmarks.judging import (
     standard_deviations,
 )
 from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
-from coordinator.choosing.chooser import SharedStatistics
+from coordinator.choosing.chooser import DraftPlan, PlanChooser, SharedStatistics
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 from tests.support.toys import (
     DRAFT_S,
+    MAX_DRAFT_TOKENS,
     NUM_TOKENS,
     PROMPT,
     SCORE_S,
@@ -49,6 +50,7 @@ from tests.support.toys import (
     ToyScorer,
     TreeDrafter,
     generate_text,
+    generate_with,
     markov_logits,
     new_chooser,
     num_redrawn,
@@ -140,8 +142,11 @@ def results(name: str) -> list[GenerationResult]:
 
 def judged(name: str) -> Agreement:
     """Return how the generated texts agree with the target's distribution, computed independently of the toys."""
-    case = CASES[name]
-    texts = [result.tokens[:NUM_TOKENS] for result in results(name)]
+    return judge([result.tokens[:NUM_TOKENS] for result in results(name)], CASES[name])
+
+
+def judge(texts: Sequence[History], case: Case) -> Agreement:
+    """Return how texts agree with the target's distribution."""
     logits = markov_logits(SEED_OF_TARGET).numpy()
 
     def distribution_after(text: History) -> Floats:
@@ -301,6 +306,40 @@ async def test_lost_observations_only_cost_acceptance() -> None:
     print("acceptance with observations, with a few of them, without:", rates)
     assert rates[0] > rates[1] + 0.02
     assert rates[1] > rates[2] + 0.02
+
+
+# ---- several drafters
+
+
+async def test_chosen_drafters_leave_the_targets_distribution() -> None:
+    """Sessions choose drafter and K by what all sessions measured; costs make the choice change with acceptance."""
+    draft, target = CASES["K = 3"].models()
+    kinds = {"chain": ToyDrafter, "tree": TreeDrafter, "ngram": RepeatingDrafter}
+    shared, used = SharedStatistics(), Counter[str | None]()
+    generated = []
+    for seed in range(NUM_GENERATIONS):
+        chooser = NotingChooser(shared, list(kinds), MAX_DRAFT_TOKENS)
+        drafters = {name: kind(draft, seed) for name, kind in kinds.items()}
+        generated.append((await generate_with(drafters, ToyScorer(target, seed), chooser, 6)).tokens[:NUM_TOKENS])
+        used.update(chooser.drafters)
+    result = judge(generated, CASES["K = 3"])
+    print(f"{result}; {used}")
+    assert result.p_value > REJECT_BELOW
+    assert min(used[name] for name in kinds) > 10
+
+
+class NotingChooser(PlanChooser):
+    """Notes the drafters that it chose."""
+
+    def __init__(self, shared: SharedStatistics, drafters: Sequence[str], maximum: int) -> None:
+        super().__init__(shared, drafters, maximum)
+        self.drafters: list[str | None] = []
+
+    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+        """Choose, and note."""
+        plan = super().choose(remaining_tokens, available)
+        self.drafters.append(plan.drafter)
+        return plan
 
 
 # ---- keys

@@ -3,7 +3,7 @@
 They use the production sampling code, keys and supports; only the models are matrices.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -328,13 +328,24 @@ async def generate_text(
     rule: AcceptanceRule | None = None,
 ) -> GenerationResult:
     """Generate through the production loop."""
+    return await generate_with({TOY: drafter}, scorer, chooser, num_tokens, rule)
+
+
+async def generate_with(
+    drafters: Mapping[str, ToyDrafter],
+    scorer: ToyScorer,
+    chooser: PlanChooser,
+    num_tokens: int = NUM_TOKENS,
+    rule: AcceptanceRule | None = None,
+) -> GenerationResult:
+    """Generate through the production loop, with several drafters."""
     generation = new_generation(scorer.model, scorer.seed, num_tokens)
     rounds: list[Round] = []
 
     async def commit(finished_round: Round) -> None:
         rounds.append(finished_round)
 
-    await run_rounds(generation, RoundParts({TOY: drafter}, scorer, rule or TokenRule(), chooser), commit)
+    await run_rounds(generation, RoundParts(drafters, scorer, rule or TokenRule(), chooser), commit)
     first, last = rounds[0].statistics, rounds[-1].statistics
     return GenerationResult(
         tuple(entry.token for entry in generation.emitted),
