@@ -161,9 +161,9 @@ class PlanChooser:
             return PLAIN
         if self._is_fixed and len(drafters) == 1:
             return DraftPlan(drafters[0], maximum)
-        never_used = [name for name in drafters if not self._costs.has_used(name)]
-        if never_used or not self._costs.knows_scoring:
-            return self._probe((never_used or drafters)[0], maximum)
+        unknown = [name for name in drafters if not self._costs.has_measured(name)]
+        if unknown or not self._costs.knows_scoring:
+            return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
 
     def observe(self, outcome: RoundOutcome) -> None:
@@ -172,7 +172,9 @@ class PlanChooser:
         if plan.drafter is not None:
             self._acceptance[plan.drafter].observe(plan.num_draft_tokens, outcome.num_drafted, outcome.path)
         if not outcome.has_prefill:
-            self._costs.observe_draft(plan.drafter, plan.num_draft_tokens, outcome.draft_s)
+            if plan.drafter is not None:
+                self._costs.observe_draft(plan.drafter, plan.num_draft_tokens, outcome.draft_s)
+            self._costs.age_unused(name for name in self._acceptance if name != plan.drafter)
             self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions)
         if self._trial:
             self._trial = replace(self._trial, had_prefill=outcome.has_prefill)
@@ -183,16 +185,17 @@ class PlanChooser:
     def _best_or_trial(self, drafters: Sequence[str], maximum: int) -> DraftPlan:
         plain = Estimate(PLAIN, 1.0, float(self._costs.score_s(0)))
         lengths = self._lengths(maximum)
-        known = {name: self._best_length(name, lengths) for name in drafters if self._costs.knows_drafting(name)}
-        best = max(known.values(), key=lambda estimate: estimate.speed, default=plain)
+        forgotten = [name for name in drafters if not self._costs.knows_drafting(name)]
+        known = [self._best_length(name, lengths) for name in drafters if name not in forgotten]
+        best = max(known, key=lambda estimate: estimate.speed, default=plain)
         if not self._is_fixed and best.speed <= MIN_GAIN * plain.speed:
             best = plain
         losses = {
             estimate.plan: estimate.seconds - estimate.num_tokens / best.speed
-            for estimate in (*known.values(), *([] if self._is_fixed else [plain]), *self._longer(best, lengths))
+            for estimate in (*known, *([] if self._is_fixed else [plain]), *self._longer(best, lengths))
             if estimate.plan != best.plan
         }
-        losses |= {self._probe(name, maximum): plain.seconds for name in drafters if name not in known}
+        losses |= {self._probe(name, maximum): plain.seconds for name in forgotten}
         return self._tried(best, losses) or best.plan
 
     def _tried(self, best: Estimate, losses: Mapping[DraftPlan, float]) -> DraftPlan | None:

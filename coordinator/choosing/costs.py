@@ -1,6 +1,6 @@
 """What rounds cost: seconds of drafting by drafter, and of scoring by the target worker's load."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +10,10 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 DECAY = 0.95  # of an observation's weight, a round
-FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 70 to 130 rounds after the last observation
+UNUSED_DECAY = 0.99  # of a drafter's costs, a round that could have used it and did not
+FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 350 to 600 rounds after the last observation
+NUM_TRUSTED = 3  # observations that make a fit known; among the first ones, a first call may have been slow
+SLOW_START = 2.0  # an early observation that is so many times faster than the fit replaces it
 PRIOR_SLOPE = 0.03  # scoring one more token costs this fraction of a forward, until measured
 
 
@@ -28,23 +31,33 @@ class DecayedLinearFit:
     _kk: float = 0.0
     _s: float = 0.0
     _ks: float = 0.0
+    _num_observed: int = 0
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether there were enough observations."""
+        return self._num_observed >= NUM_TRUSTED
 
     @property
     def is_known(self) -> bool:
-        """Whether any observation still counts."""
-        return self._weight > FORGOTTEN
+        """Whether there were enough observations, and any of them still counts."""
+        return self.is_trusted and self._weight > FORGOTTEN
 
     def observe(self, k: float, seconds: float) -> None:
         """Add one round."""
+        was_slow = 0 < self._num_observed < NUM_TRUSTED and SLOW_START * seconds < self.predict(k)
+        if was_slow or self._weight <= FORGOTTEN:
+            self.age(0.0)
         self.age()
+        self._num_observed += 1
         self._weight += 1
         self._k, self._kk = self._k + k, self._kk + k * k
         self._s, self._ks = self._s + seconds, self._ks + k * seconds
 
-    def age(self) -> None:
-        """Decay all weights by one round."""
-        self._weight, self._k, self._kk = DECAY * self._weight, DECAY * self._k, DECAY * self._kk
-        self._s, self._ks = DECAY * self._s, DECAY * self._ks
+    def age(self, decay: float = DECAY) -> None:
+        """Decay all weights."""
+        self._weight, self._k, self._kk = decay * self._weight, decay * self._k, decay * self._kk
+        self._s, self._ks = decay * self._s, decay * self._ks
 
     def predict(self, k: float | Floats | Counts) -> Floats:
         """Return the expected seconds, more than 0, in the shape of `k`."""
@@ -76,13 +89,15 @@ class Costs:
     _score: dict[int, DecayedLinearFit] = field(default_factory=dict)  # by load level
     _load_level: int = 1
 
-    def observe_draft(self, drafter: str | None, num_asked: int, seconds: float) -> None:
-        """Add one round's drafting; `drafter` is None in a plain round."""
-        for name, fit in self._draft.items():
-            if name != drafter:
-                fit.age()
-        if drafter is not None:
-            self._draft.setdefault(drafter, _draft_fit()).observe(num_asked, seconds)
+    def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
+        """Add one round's drafting."""
+        self._draft.setdefault(drafter, _draft_fit()).observe(num_asked, seconds)
+
+    def age_unused(self, drafters: Iterable[str]) -> None:
+        """Let the costs of drafters fade that a round could have used and did not."""
+        for name in drafters:
+            if name in self._draft:
+                self._draft[name].age(UNUSED_DECAY)
 
     def observe_score(self, num_draft_tokens: int, seconds: float, num_sessions: int = 1) -> None:
         """Add one round's scoring; `num_sessions` are the target worker's, waiting or in the forward."""
@@ -94,9 +109,9 @@ class Costs:
         """Whether a round was scored at the current load."""
         return self._load_level in self._score
 
-    def has_used(self, drafter: str) -> bool:
-        """Whether the drafter's cost was ever measured."""
-        return drafter in self._draft
+    def has_measured(self, drafter: str) -> bool:
+        """Whether the drafter's cost was measured often enough, however long ago."""
+        return drafter in self._draft and self._draft[drafter].is_trusted
 
     def knows_drafting(self, drafter: str) -> bool:
         """Whether the drafter's cost is known and recent."""

@@ -136,6 +136,15 @@ def test_leaving_the_stream_cancels_the_call(running: Running, leave: Callable[[
         running.cancelled.wait()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also where a shell started this process in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_cancels_the_call(running: Running) -> None:
     running.service.handlers = [running.endless]
     main = threading.main_thread().ident
