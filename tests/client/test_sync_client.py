@@ -138,7 +138,7 @@ def test_leaving_the_stream_cancels_the_call(running: Running, leave: Callable[[
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Let SIGINT raise KeyboardInterrupt, also where a shell started this process in the background, which ignores it."""
+    """Let SIGINT raise KeyboardInterrupt: a process that a shell started in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
