@@ -45,8 +45,7 @@ class DecayedLinearFit:
 
     def observe(self, k: float, seconds: float) -> None:
         """Add one round."""
-        was_slow = 0 < self._num_observed < NUM_TRUSTED and SLOW_START * seconds < self.predict(k)
-        if was_slow or self._weight <= FORGOTTEN:
+        if self._weight <= FORGOTTEN or (not self.is_trusted and SLOW_START * seconds < self.predict(k)):
             self.age(0.0)
         self.age()
         self._num_observed += 1

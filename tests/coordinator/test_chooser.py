@@ -10,7 +10,6 @@ import pytest
 
 from coordinator.choosing.acceptance_history import AcceptanceHistory, SessionAcceptance
 from coordinator.choosing.chooser import (
-    EXPLORATION_SHARE,
     PLAIN,
     PROBE_LENGTH,
     DraftPlan,
@@ -354,12 +353,3 @@ def test_similar_loads_share_what_was_learned() -> None:
     assert float(shared.costs.score_s(8)) == pytest.approx(before, rel=0.01)
     shared.costs.observe_score(4, 9.0, 32)
     assert float(shared.costs.score_s(8)) > 1.5 * before
-
-
-def test_trials_of_new_loads_wait_for_a_measurement() -> None:
-    """At a load that was never seen, the first round measures scoring."""
-    shared = SharedStatistics()
-    load(shared, 1, 0.1)
-    shared.costs.observe_score(0, 1.0, 64)
-    assert shared.costs.knows_scoring
-    assert EXPLORATION_SHARE <= 0.02
