@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HTTPError
 
 MODELS = Path(__file__).parent
 DESTINATION, WORK = MODELS / "smollm2", MODELS / "work" / "smollm2"
@@ -63,7 +63,7 @@ def from_hub(work: Path, folder: Path) -> str:
         # asked once: a download asks for the list of files again and again
         HfApi().model_info(HUB_ID, revision=HUB_REVISION, timeout=HUB_TIMEOUT_S)
         snapshot_download(HUB_ID, revision=HUB_REVISION, allow_patterns=list(HUB_FILES), local_dir=fetched)
-    except (HfHubHTTPError, OSError) as error:
+    except (HTTPError, OSError) as error:  # a connection's own errors are no OSError
         raise Unavailable(first_line(str(error)) or type(error).__name__) from error
     expect_hash(fetched / WEIGHTS_FILE, HUB_WEIGHTS_SHA256)
     shutil.copytree(fetched, folder, ignore=shutil.ignore_patterns(".cache"))

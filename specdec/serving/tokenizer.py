@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError
 from tokenizers import Tokenizer
 
 logging.getLogger("huggingface_hub").handlers.clear()  # its own handler prints each line a second time
@@ -50,7 +50,7 @@ def is_here(name_or_path: str) -> bool:
 def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(FILES)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HTTPError, HFValidationError, OSError) as error:  # a connection's own errors are no OSError
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TokenizerMissing(f"no folder {name} here, and the hub did not give it: {reason}") from error
 
