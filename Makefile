@@ -9,7 +9,7 @@ ENGINE ?= docker
 IMAGE_CHECK_ARGS ?=
 # what demo and bench serve: nothing for the demo pair of this repository, or smollm2
 MODEL ?=
-# options of bench, such as --prompts, --tokens and --dtype (benchmarks/bench.py)
+# options of bench, such as --drafters, --kinds, --prompts and --json (benchmarks/bench.py)
 BENCH_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
@@ -89,7 +89,7 @@ exactness: setup ## Show that the text has exactly the target's distribution
 	EXACTNESS_SWEEP=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 	  tests/exactness/test_enumeration.py tests/exactness/test_block_rule.py tests/exactness/test_trees.py
 
-bench: setup $(MODEL) ## Measure speed over draft lengths and loads; MODEL=smollm2: over kinds of instructions
+bench: setup $(MODEL) ## Measure speed over drafters and loads; MODEL=smollm2: over kinds of instructions
 	$(BIN)/python -m benchmarks.bench $(addprefix --model ,$(MODEL)) $(BENCH_ARGS)
 
 image: ## Build the container images, also those with the demo pair inside

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Protocol
 
-from specdec import AsyncClient, AsyncStream, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, AsyncStream, Completion, SamplingParams, SpeculationParams, Statistics
 
 PROMPT_LINES = 24  # of a held-out file: some 200 to 300 tokens
 
@@ -58,13 +59,23 @@ def fixed(drafter: str, num_draft_tokens: int) -> Configuration:
     return Configuration(f"{drafter}, K = {num_draft_tokens}", speculation)
 
 
+class Named(Protocol):
+    """What is compared with others."""
+
+    @property
+    def name(self) -> str:
+        """What a table calls it."""
+        ...
+
+
 @dataclass(slots=True)
 class Measured:
     """What one configuration did over all prompts and repetitions."""
 
-    configuration: Configuration
+    configuration: Named
     tokens_per_s: list[float] = field(default_factory=list)  # one a run
-    completions: list[Completion] = field(default_factory=list)
+    statistics: list[Statistics] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)  # where they were kept
 
     @property
     def median_tokens_per_s(self) -> float:
@@ -80,7 +91,7 @@ class Measured:
     @property
     def tokens_per_round(self) -> float:
         """Committed over rounds, the closing token included."""
-        return self._sum("num_tokens") / self._sum("num_rounds")
+        return self._per_round("num_tokens")
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -93,26 +104,40 @@ class Measured:
 
     def ms_per_round(self, phase: str) -> float:
         """Mean milliseconds of `draft_s`, `score_s`, `commit_s` or `total_s` in a round."""
-        return 1000 * self._sum(phase) / self._sum("num_rounds")
+        return 1000 * self._per_round(phase)
+
+    @property
+    def rest_ms_per_round(self) -> float:
+        """Mean milliseconds of a round without drafting and scoring; commits run beside those of the next round."""
+        return self.ms_per_round("total_s") - self.ms_per_round("draft_s") - self.ms_per_round("score_s")
+
+    def _per_round(self, name: str) -> float:
+        num_rounds = self._sum("num_rounds")
+        return self._sum(name) / num_rounds if num_rounds else 0.0
 
     def _sum(self, name: str) -> float:
-        return float(sum(getattr(entry.finish.statistics, name) for entry in self.completions))
+        return float(sum(getattr(entry, name) for entry in self.statistics))
 
     def _sum_by_depth(self, name: str) -> list[int]:
-        counts = [getattr(entry.finish.statistics, name) for entry in self.completions]
+        counts = [getattr(entry, name) for entry in self.statistics]
         return [sum(column) for column in zip_longest(*counts, fillvalue=0)]
 
     @classmethod
     def together(cls, parts: "Sequence[Measured]") -> "Measured":
         """Join what one configuration did on several kinds of prompts."""
-        rates = [rate for part in parts for rate in part.tokens_per_s]
-        return cls(parts[0].configuration, rates, [each for part in parts for each in part.completions])
+        return cls(
+            parts[0].configuration,
+            *(
+                [each for part in parts for each in getattr(part, name)]
+                for name in ("tokens_per_s", "statistics", "completions")
+            ),
+        )
 
 
 def speed_up(measured: Measured, plain: Measured) -> tuple[float, float, float]:
     """Return lower quartile, median and upper quartile of the ratio, run by run, to plain decoding."""
     ratios = [fast / slow for fast, slow in zip(measured.tokens_per_s, plain.tokens_per_s, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
     return low, middle, high
 
 
@@ -127,11 +152,12 @@ async def measure(
     results = [Measured(configuration) for configuration in configurations]
     for _ in range(repetitions):
         for prompt in prompts:
-            for result in results:
+            for configuration, result in zip(configurations, results, strict=True):
                 begin = time.perf_counter()
-                completion = await prompt.complete(client, sampling, result.configuration.speculation)
+                completion = await prompt.complete(client, sampling, configuration.speculation)
                 elapsed_s = time.perf_counter() - begin
                 result.tokens_per_s.append(len(completion.tokens) / elapsed_s)
+                result.statistics.append(completion.statistics)
                 result.completions.append(completion)
     return results
 

@@ -23,7 +23,7 @@ class Served:
     prompts: Mapping[str, tuple[Prompt, ...]]
     shown: SamplingParams  # of the text that the demo streams
     ignore_eos: bool  # where a text has no end of its own
-    draft_lengths: tuple[int, ...]  # that the bench compares, of the first drafter on offer
+    draft_lengths: tuple[int, ...]  # that the bench compares, of each drafter
     loads: tuple[int, ...]  # numbers of sessions at once that the bench tries
     num_prompts: int  # of each kind that the bench takes
     num_tokens: int  # the maximum of a completion
@@ -46,7 +46,7 @@ def demo_pair() -> Served:
         prompts={"Python": prompts},
         shown=SamplingParams(temperature=0.7, seed=1, ignore_eos=True),
         ignore_eos=True,
-        draft_lengths=(1, 2, 3, 4, 6, 8),
+        draft_lengths=(1, 2, 4, 8),
         loads=(1, 4, 16),
         num_prompts=8,
         num_tokens=128,
@@ -68,7 +68,7 @@ def smollm2() -> Served:
         prompts=prompts,
         shown=SamplingParams(temperature=0.2, top_p=0.9, seed=1),  # as its authors recommend
         ignore_eos=False,
-        draft_lengths=(4,),
+        draft_lengths=(4, 16),
         loads=(),
         num_prompts=10,
         num_tokens=96,
