@@ -6,7 +6,7 @@ loads the model itself.
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,13 @@ class Reference:
         words = self._words(sampling) | drafting
         output = self.model.generate(ids, attention_mask=torch.ones_like(ids), **words)
         return tuple(output[0, ids.shape[1] :].tolist())
+
+    @torch.inference_mode()
+    def gap(self, prompt: Prompt, completion: Sequence[int]) -> float:
+        """Return by how much the two best logits differ after a prompt and the beginning of its completion."""
+        ids = torch.cat([self.encode(prompt), torch.tensor([completion], dtype=torch.long)], dim=1)
+        best, second = self.model(ids).logits[0, -1].float().topk(2).values.tolist()
+        return float(best - second)
 
     def _words(self, sampling: SamplingParams) -> dict[str, Any]:
         end = None if sampling.ignore_eos else self.model.generation_config.eos_token_id
