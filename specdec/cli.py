@@ -1,4 +1,4 @@
-"""The `specdec` command: generate, look at sessions, run the services on this machine."""
+"""The `specdec` command: generate, look at sessions, run the services on this machine, plan what to draft."""
 
 import argparse
 import asyncio
@@ -20,6 +20,7 @@ from specdec.completion import SessionStatus
 from specdec.errors import InvalidArgumentError, NotFoundError, SpecdecError, UnavailableError
 from specdec.outage import OutageNotice
 from specdec.parameters import MAX_UINT32, Number, WholeNumber
+from specdec.planning import command as planning
 from specdec.request import MAX_TIMEOUT_S, ChatMessage
 from specdec.stream import AsyncStream
 from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
@@ -61,6 +62,7 @@ def parser(*, with_up: bool = False) -> Parser:
     _add_session(commands)
     model = commands.add_parser("model", help="print the models of a running service")
     _finish(model, _model)
+    planning.add(commands, _finish_offline)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(work=_version)
     up = commands.add_parser("up", help="run the services on this machine", description=UP_DESCRIPTION)
@@ -141,6 +143,15 @@ def _finish(command: argparse.ArgumentParser, work: Command) -> None:
         metavar="SECONDS",
         help=f"give up after this time; until then a broken connection is tried again (default: {DEFAULT_TIMEOUT_S:g})",
     )
+    command.set_defaults(work=work)
+
+
+def _finish_offline(command: argparse.ArgumentParser, print_result: Callable[[argparse.Namespace], None]) -> None:
+    """Tell a command that needs no service what it runs."""
+
+    async def work(flags: argparse.Namespace) -> None:
+        print_result(flags)
+
     command.set_defaults(work=work)
 
 

@@ -1,0 +1,1 @@
+"""`specdec plan`: how many draft tokens pay, by formula and by simulation."""
