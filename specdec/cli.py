@@ -8,11 +8,14 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from difflib import SequenceMatcher
+from pathlib import Path
 from typing import Any, NoReturn
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its log is not for users
 
 from specdec import terminal
+from specdec.accounting import command as accounting
+from specdec.accounting.architecture import NotUnderstood
 from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of
 from specdec.channel import address_problem
 from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, AsyncClient
@@ -63,6 +66,7 @@ def parser(*, with_up: bool = False) -> Parser:
     model = commands.add_parser("model", help="print the models of a running service")
     _finish(model, _model)
     planning.add(commands, _finish_offline)
+    accounting.add(commands, _finish_offline, _config_folder)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(work=_version)
     up = commands.add_parser("up", help="run the services on this machine", description=UP_DESCRIPTION)
@@ -150,7 +154,10 @@ def _finish_offline(command: argparse.ArgumentParser, print_result: Callable[[ar
     """Tell a command that needs no service what it runs."""
 
     async def work(flags: argparse.Namespace) -> None:
-        print_result(flags)
+        try:
+            print_result(flags)
+        except NotUnderstood as error:
+            raise CommandError(str(error), WRONG_USAGE) from None
 
     command.set_defaults(work=work)
 
@@ -242,6 +249,19 @@ def _serving() -> Any:
             return up
     problem = f"`specdec up` runs the services, and {missing} is not installed"
     raise CommandError(f"{problem}; run: pip install 'specdec[server,embedded,models]'")
+
+
+def _config_folder(name: str) -> Path:
+    """Return the folder of a hub model's configuration. Raises CommandError."""
+    try:
+        from specdec.serving.tokenizer import TokenizerMissing, config_folder
+    except ModuleNotFoundError as error:
+        problem = f"there is no folder {name}, and to ask the hub {error.name} is needed"
+        raise CommandError(f"{problem}; run: pip install 'specdec[server]'") from None
+    try:
+        return config_folder(name)
+    except TokenizerMissing as error:
+        raise CommandError(str(error)) from None
 
 
 @asynccontextmanager

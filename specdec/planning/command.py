@@ -30,7 +30,7 @@ def add(commands: Any, finish: Callable[[argparse.ArgumentParser, Callable[[argp
     plan.add_argument(
         "--acceptance",
         required=True,
-        type=_typed(parse_acceptance),
+        type=typed(parse_acceptance),
         metavar="A[,A][/A]",
         help="the probability that a draft token after accepted ones is accepted: 0.8; by depth 0.8/0.7; by rank "
         "among siblings 0.6,0.2; deeper tokens are like the last depth",
@@ -40,7 +40,7 @@ def add(commands: Any, finish: Callable[[argparse.ArgumentParser, Callable[[argp
     )
     plan.add_argument(
         "--score-cost",
-        type=_typed(parse_score_costs),
+        type=typed(parse_score_costs),
         default="1",
         metavar="COST|N:COST,...",
         help="of a scoring forward, or of forwards over N positions, between and beyond which lines are drawn: "
@@ -61,7 +61,7 @@ def add(commands: Any, finish: Callable[[argparse.ArgumentParser, Callable[[argp
     finish(plan, run)
 
 
-def _typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def typed(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return an argparse type whose errors are the parser's sentences."""
 
     def parsed(text: str) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -37,6 +38,11 @@ def tokenizer_folder(name_or_path: str) -> Path:
     return folder
 
 
+def config_folder(name_or_path: str) -> Path:
+    """Return the folder of a hub model's configuration, fetched without the rest. Raises TokenizerMissing."""
+    return _fetched(name_or_path, (CONFIG_FILE,))
+
+
 def is_here(name_or_path: str) -> bool:
     """Return whether a model is a folder, or a hub model of which something is in the local cache."""
     if Path(name_or_path).expanduser().is_dir() or name_or_path.count("/") > 1:
@@ -47,9 +53,9 @@ def is_here(name_or_path: str) -> bool:
         return True  # no hub id at all, which the loader says better
 
 
-def _fetched(name: str) -> Path:
+def _fetched(name: str, files: Sequence[str] = FILES) -> Path:
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+        return Path(snapshot_download(name, allow_patterns=list(files)))
     except (HTTPError, HFValidationError, OSError) as error:  # a connection's own errors are no OSError
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise TokenizerMissing(f"no folder {name} here, and the hub did not give it: {reason}") from error

@@ -1,0 +1,1 @@
+"""`specdec memory`: the bytes that a forward reads, and the speed that they allow."""
