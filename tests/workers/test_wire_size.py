@@ -1,53 +1,69 @@
-"""A round costs kilobytes on the wire, independent of the vocabulary: measured on serialised messages."""
+"""A round's bytes, of serialised messages: kilobytes, unless a drafter asks for the target's hidden states."""
 
 import pytest
-import torch
 
-from draft_service.drafters.model import ModelDrafterSettings
+from benchmarks.wire import (
+    CHAIN_TOKENS,
+    FLAT,
+    HIDDEN_SIZE,
+    NUM_ACCEPTED,
+    PEAKED,
+    VOCAB_SIZE,
+    Way,
+    drawn_chain,
+    messages,
+    observed,
+    sizes,
+    ways,
+)
 from specdec.exact import codec
-from specdec.exact.sampling import draw, sparse_distributions
-from specdec.exact.values import Proposal, Scores, TargetDistribution
-from specdec.v1 import draft_pb2, target_pb2, types_pb2
+from specdec.v1 import draft_pb2, target_pb2
 
-VOCAB_SIZE = 152_064
-NUM_DRAFT_TOKENS = 5
 MAX_BYTES = 8_000
-SETTINGS = ModelDrafterSettings()
+WAYS = ways()
+all_ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
 
-def round_bytes(logits: torch.Tensor) -> dict[str, int]:
-    """Return the size of each message of one round, for draft logits [K, V]."""
-    distributions = sparse_distributions(logits.softmax(-1), SETTINGS.support_mass, SETTINGS.support_max)
-    tokens = [draw(distribution, 0.5) for distribution in distributions]
-    committed = [VOCAB_SIZE - 1] * (NUM_DRAFT_TOKENS + 1)
-    timing = types_pb2.Timing(queue_s=0.1, forward_s=0.1, total_s=0.1)
-    answers = [TargetDistribution(distribution.probs, 0.1, VOCAB_SIZE - 1) for distribution in distributions] + [
-        TargetDistribution((), 1.0, VOCAB_SIZE - 1)
-    ]
-    scores = codec.scores_to_proto(Scores(tuple(answers)))
-    scores.cached_len = 100_000
-    scores.timing.CopyFrom(timing)
-    scores.load.CopyFrom(types_pb2.Load(num_waiting=100, num_running=100, kv_cache_usage=0.5))
-    proposal = Proposal(tuple(tokens), tuple(distributions))
-    propose = draft_pb2.Propose(start=100_000, tokens=committed, num_draft_tokens=NUM_DRAFT_TOKENS)
-    score = codec.score_to_proto(100_000, committed, proposal)
-    answer = codec.proposal_to_proto(proposal)
-    answer.cached_len = 100_000
-    answer.timing.CopyFrom(timing)
-    messages = {
-        "ProposeRequest": draft_pb2.ProposeRequest(propose=propose),
-        "ProposeResponse": answer,
-        "ScoreRequest": target_pb2.ScoreRequest(score=score),
-        "ScoreResponse": scores,
-    }
-    return {name: message.ByteSize() for name, message in messages.items()}
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("scale", [FLAT, 1.0, 3.0, PEAKED])
 def test_a_round_takes_few_kilobytes(scale: float) -> None:
     """From uniform distributions, whose supports have the maximum size, to nearly one-hot ones."""
-    logits = scale * torch.randn(NUM_DRAFT_TOKENS, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    sizes = round_bytes(logits)
-    print(f"scale {scale}: {sum(sizes.values())} bytes a round: {sizes}")
-    assert 0 < sum(sizes.values()) < MAX_BYTES
-    assert sum(sizes.values()) < 4 * VOCAB_SIZE * NUM_DRAFT_TOKENS / 100, "far below dense float32 distributions"
+    total = sum(sizes(Way("model", drawn_chain(CHAIN_TOKENS, scale))).values())
+    assert 0 < total < MAX_BYTES
+    assert total < 4 * VOCAB_SIZE * CHAIN_TOKENS / 100, "far below dense float32 distributions"
+
+
+@all_ways
+def test_messages_are_what_the_services_read(way: Way) -> None:
+    sent = messages(way.proposal, way.wanted)
+    proposed, scored = sent["ProposeResponse"], sent["ScoreResponse"]
+    assert isinstance(proposed, draft_pb2.ProposeResponse)
+    assert isinstance(scored, target_pb2.ScoreResponse)
+    proposal = codec.proposal_from_proto(proposed, len(way.proposal), VOCAB_SIZE)
+    assert (proposal.tokens, proposal.tree) == (way.proposal.tokens, way.proposal.tree)
+    scores = codec.scores_from_proto(scored, way.proposal, VOCAB_SIZE)
+    assert len(scores.positions) == len(way.proposal) + 1
+
+
+@all_ways
+def test_observations_travel_only_when_asked_for(way: Way) -> None:
+    sent = messages(way.proposal, way.wanted)
+    propose, scored = sent["ProposeRequest"], sent["ScoreResponse"]
+    assert isinstance(propose, draft_pb2.ProposeRequest)
+    assert isinstance(scored, target_pb2.ScoreResponse)
+    asks = way.name.split(",")[0] in ("recycle", "medusa", "eagle3", "dflash")
+    assert propose.propose.HasField("observations") is scored.HasField("observations") is bool(way.wanted) is asks
+    if not asks:
+        assert sum(sizes(way).values()) < MAX_BYTES
+
+
+@all_ways
+def test_hidden_states_are_nearly_all_of_it(way: Way) -> None:
+    """Two bytes a value, at every scored position, and once more at every committed token."""
+    num_layers = len(way.wanted.hidden_layers)
+    num_positions = len(way.proposal) + 1 + NUM_ACCEPTED + 1
+    hidden_bytes = 2 * HIDDEN_SIZE * num_layers * num_positions
+    assert 0 <= sum(sizes(way).values()) - hidden_bytes < MAX_BYTES
+
+
+def test_nothing_is_observed_for_nobody() -> None:
+    assert observed(WAYS[0].wanted, 5) is None
