@@ -84,4 +84,4 @@ class SessionWorkers:
 
 def _note_failure(session_id: str, error: SpecdecError) -> None:
     metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
-    get_logger().warning("draft_unavailable", session_id=session_id, reason=error.reason)
+    get_logger().warning("draft_unavailable", session_id=session_id, reason=error.reason, problem=str(error))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.messages import model_to_proto
@@ -194,6 +195,22 @@ async def test_nonsense_costs_speed_only(
         )
     assert drafted.tokens == expected["plain"]
     assert worker.num_rounds > 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("name", ["a cycle", "a token that is its own parent", "a parent after its child"])
+async def test_cycles_are_named_in_the_log(
+    name: str, served: Cluster, nonsense_worker: tuple[NonsenseWorker, str]
+) -> None:
+    nonsense_worker[0].reply = NONSENSE[name]
+    with capture_logs() as entries:
+        async with AsyncClient(served.address) as client:
+            sampling = SamplingParams(temperature=0, max_new_tokens=4, ignore_eos=True)
+            await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=DRAFTED)
+    problems = {entry["problem"] for entry in entries if entry["event"] == "draft_unavailable"}
+    [problem] = problems
+    assert problem.startswith("a draft worker answered against the contract: ")
+    assert problem.endswith("that are not a tree, parents first")
 
 
 def test_fifty_ways_are_tried() -> None:

@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,17 @@ def test_bad_trees_are_refused(name: str) -> None:
         getattr(message, field)[:] = value
     with pytest.raises(codec.MalformedReply):
         codec.proposal_from_proto(message, 2, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_every_cycle_is_refused(num_tokens: int) -> None:
+    """All parents that there could be: a tree reaches the root from each token, and names parents first."""
+    for parents in product(range(num_tokens + 2), repeat=num_tokens):
+        if all(parent <= token for token, parent in enumerate(parents)):
+            assert codec.checked_parents(parents, num_tokens) in (parents, ())
+            continue
+        with pytest.raises(codec.MalformedReply, match="that are not a tree, parents first"):
+            codec.checked_parents(parents, num_tokens)
 
 
 BAD_OBSERVATIONS = {

@@ -168,6 +168,18 @@ def write_bytes(place: Path) -> None:
     place.write_bytes(b"caf\xe9 \xff")
 
 
+def write_utf16(place: Path) -> None:
+    """Write text in another encoding."""
+    place.write_text("text", "utf-16")
+
+
+def write_bytes_among_texts(place: Path) -> None:
+    """Write a folder in which one file is not text."""
+    place.mkdir()
+    (place / "a.txt").write_text("text")
+    write_bytes(place / "picture.png")
+
+
 def write_zeros(place: Path) -> None:
     """Write what is no text."""
     place.write_bytes(b"PK\x00\x03")
@@ -187,6 +199,8 @@ def write_much(place: Path) -> None:
         (write_much, "the maximum is"),
         (write_bytes, "is not text in UTF-8"),
         (write_zeros, "zero bytes"),
+        (write_utf16, "is not text in UTF-8"),
+        (write_bytes_among_texts, r"picture\.png is not text in UTF-8"),
     ],
 )
 async def test_unusable_corpora_are_refused(prepare: Callable[[Path], None], words: str, tmp_path: Path) -> None:
@@ -194,6 +208,14 @@ async def test_unusable_corpora_are_refused(prepare: Callable[[Path], None], wor
     worker = {"drafters": "suffix", "suffix_corpus": tmp_path / "corpus"}
     with pytest.raises(ValueError, match=words):
         async with serving_draft(None, **worker, suffix_tokenizer=str(save_tokenizer(tmp_path, 10))):
+            pass
+
+
+async def test_a_corpus_needs_the_target_s_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    worker = {"drafters": "suffix", "suffix_corpus": tmp_path / "a.txt", "suffix_tokenizer": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        async with serving_draft(None, **worker):
             pass
 
 
