@@ -22,7 +22,7 @@ from benchmarks import tables
 from benchmarks.in_process import in_process
 from benchmarks.loads import LOAD_TOKENS, loads
 from benchmarks.measure import CHOSEN, PLAIN, Configuration, Prompt, automatic, fixed, hardware
-from benchmarks.served import SERVED, Served, sharing_nothing
+from benchmarks.served import SERVED, Served, sharing_nothing, with_options
 from benchmarks.turns import OtherMeasurement, Place, Record, ServiceWay, Turn, Way, measured, take_turn
 from specdec import AsyncClient
 from specdec.serving.child import print_errors
@@ -175,6 +175,7 @@ def flags_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--target", help="another target: folder or hub id")
     add("--draft", help="another draft: folder or hub id, or ngram")
     add("--dtype", choices=get_args(Dtype), default="auto", help="of the models (default: auto)")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="of `specdec up`, such as num_drafts=2")
     add("--drafters", type=comma_separated, metavar="NAME,...", help="of those on offer (default: all)")
     add("--draft-lengths", type=counts, metavar="K,...", help="of each drafter, besides K automatic")
     add("--kinds", type=comma_separated, metavar="NAME,...", help="of held-out prompts (default: all)")
@@ -190,7 +191,7 @@ def flags_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def served_of(flags: argparse.Namespace) -> Served:
     """Return what the flags serve and ask. Raises CannotRun."""
-    served = SERVED[flags.model]()
+    served = with_options(SERVED[flags.model](), flags.option)
     given = {"target": flags.target, "draft": flags.draft, "dtype": flags.dtype}
     options = replace(served.options, **{name: value for name, value in given.items() if value})
     kinds = flags.kinds or tuple(served.prompts)

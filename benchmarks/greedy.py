@@ -17,7 +17,7 @@ from itertools import count, islice, takewhile
 from benchmarks.bench import Selection, comma_separated, configurations, counts
 from benchmarks.in_process import Reference
 from benchmarks.measure import Configuration, Prompt
-from benchmarks.served import SERVED, Served
+from benchmarks.served import SERVED, Served, with_options
 from specdec import AsyncClient, SamplingParams
 from specdec.serving.local import CannotRun, running
 
@@ -113,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", choices=tuple(SERVED), default="demo", help="what to serve (default: the demo pair)")
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help="of `specdec up`, such as num_drafts=2")
     add("--drafters", type=comma_separated, metavar="NAME,...", help="of those on offer (default: all)")
     add("--draft-lengths", type=counts, default=DRAFT_LENGTHS, metavar="K,...", help="besides K automatic")
     add("--prompts", type=int, default=64, help="of all kinds in turn (default: 64)")
@@ -120,7 +121,7 @@ def main() -> None:
     add("--at-once", type=int, default=8, help="sessions at once (default: 8)")
     flags = parser.parse_args()
     try:
-        served = SERVED[flags.model]()
+        served = with_options(SERVED[flags.model](), flags.option)
         served = replace(served, options=replace(served.options, dtype="float32"))
         sys.exit(bool(asyncio.run(run(served, flags))))
     except CannotRun as error:

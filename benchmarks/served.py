@@ -1,9 +1,9 @@
 """What is served in the demo and the bench: a target, what drafts for it, and what it is asked."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -36,6 +36,17 @@ class Served:
     def sampling(self, temperature: float, num_tokens: int) -> SamplingParams:
         """Return the sampling parameters of a measured completion."""
         return SamplingParams(temperature=temperature, max_new_tokens=num_tokens, ignore_eos=self.ignore_eos)
+
+
+def with_options(served: Served, given: Sequence[str]) -> Served:
+    """Return it with other options of `specdec up`, as NAME=VALUE: a head, a store. Raises CannotRun."""
+    known = [field.name for field in fields(Options)]
+    options = dict(word.partition("=")[::2] for word in given)
+    for name, value in options.items():
+        if name not in known or not value:
+            raise CannotRun(f"--option {name}={value} is no NAME=VALUE; names are {', '.join(known)}")
+    values = {name: int(value) if value.isdecimal() else value for name, value in options.items()}
+    return replace(served, options=replace(served.options, **values))  # type: ignore[arg-type]
 
 
 def demo_pair() -> Served:

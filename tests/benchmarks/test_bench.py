@@ -60,6 +60,15 @@ def test_flags_select_what_is_asked() -> None:
     assert chosen.num_tokens == served.demo_pair().num_tokens
 
 
+def test_options_of_up_are_passed_on() -> None:
+    flags = bench.flags_of(["--option", "num_drafts=2", "--option", "store=redis://here", "--draft", "ngram"])
+    options = bench.served_of(flags).options
+    assert (options.num_drafts, options.store, options.draft) == (2, "redis://here", "ngram")
+    for odd in ("magic=1", "store", "store="):
+        with pytest.raises(CannotRun, match="is no NAME=VALUE; names are target"):
+            bench.served_of(bench.flags_of(["--option", odd]))
+
+
 def test_unknown_kinds_and_drafters_are_refused() -> None:
     with pytest.raises(CannotRun, match="no prompts of kind poetry; kinds are Python"):
         bench.served_of(bench.flags_of(["--kinds", "Python,poetry"]))
