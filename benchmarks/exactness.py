@@ -82,6 +82,7 @@ CASES = {
             num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.BLOCK
         )
     ),
+    "self": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="self")),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
@@ -126,18 +127,24 @@ def save_model(folder: Path, disturbance: float) -> Path:
 
 
 @torch.no_grad()
-def logits_of(folder: Path) -> Callable[[History], np.ndarray]:
-    """Return the model's logits [V] after every text of up to NUM_TOKENS - 1 tokens: one float64 forward over all."""
+def logits_of(folder: Path, num_layers: int) -> Callable[[History], np.ndarray]:
+    """Return the logits [V] of a model, or of its first layers, after every text of up to NUM_TOKENS - 1 tokens.
+
+    They come from one float64 forward over all texts.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model.config.num_hidden_layers = num_layers  # the forward runs so many
     texts = list(np.ndindex((VOCAB_SIZE,) * (NUM_TOKENS - 1)))
     logits = model(torch.tensor([(*PROMPT, *text) for text in texts])).logits[:, len(PROMPT) - 1 :].numpy()
     known = {text[:size]: row[size] for text, row in zip(texts, logits, strict=True) for size in range(NUM_TOKENS)}
     return known.__getitem__
 
 
-def distributions_of(folder: Path, sampling: SamplingParams) -> Callable[[History], np.ndarray]:
-    """Return the model's next-token distributions [V] under sampling parameters."""
-    logits = logits_of(folder)
+def distributions_of(
+    folder: Path, sampling: SamplingParams, num_layers: int = ARCHITECTURE["num_hidden_layers"]
+) -> Callable[[History], np.ndarray]:
+    """Return the next-token distributions [V] of a model, or of its first layers, under sampling parameters."""
+    logits = logits_of(folder, num_layers)
     return lambda text: reference_distribution(logits(text), sampling, PROMPT, text)
 
 
@@ -225,18 +232,19 @@ def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
     """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
     if case.speculation.drafter in (None, *TREE_DRAFTERS):
         return None
-    target_distributions, draft_distributions = (
-        distributions_of(target, case.sampling),
-        distributions_of(draft, case.sampling),
-    )
-    rows = (
-        looked_up
-        if case.speculation.drafter == "ngram"
-        else lambda *text: truncated(draft_distributions(sum(text, ())))
-    )
     rule = case.speculation.acceptance_rule or AcceptanceRuleName.TOKEN
-    drafted, accepted = expected_counts(target_distributions, rows, rule)
+    rows = drafted_by(case, target, draft)
+    drafted, accepted = expected_counts(distributions_of(target, case.sampling), rows, rule)
     return accepted / drafted
+
+
+def drafted_by(case: Case, target: Path, draft: Path) -> DraftDistributions:
+    """Return the distributions of a case's drafter."""
+    if case.speculation.drafter == "ngram":
+        return looked_up
+    is_self = case.speculation.drafter == "self"
+    model = distributions_of(target, case.sampling, 1) if is_self else distributions_of(draft, case.sampling)
+    return lambda *text: truncated(model(sum(text, ())))
 
 
 # ---- the services
@@ -266,11 +274,11 @@ class Services:
 
 
 def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
-    """Return a target worker, and a draft worker that also offers the toy drafter of trees."""
+    """Return a target worker, and a draft worker that also offers the toy drafter and the target's first layer."""
     target, draft = worker_commands(options, num_cores)
-    drafters = draft.flags.index("--drafters") + 1
-    flags = [*draft.flags[:drafters], f"{draft.flags[drafters]},{TOY.name}", *draft.flags[drafters + 1 :]]
-    return [target, replace(draft, module="benchmarks.toy_drafters", flags=tuple(flags))]
+    drafters = draft.flags[draft.flags.index("--drafters") + 1]
+    more = ("--drafters", f"{drafters},self,{TOY.name}", "--self-model", options.target, "--self-layers", "0")
+    return [target, replace(draft, module="benchmarks.toy_drafters", flags=(*draft.flags, *more))]
 
 
 @asynccontextmanager

@@ -41,6 +41,7 @@ def load_language_model(
     device: str = "auto",
     dtype: str = "auto",
     kv_cache_bytes: int,
+    layers: Sequence[int] = (),
     block_tokens: int = BLOCK_TOKENS,
     self_check: bool = True,
     new_backend: NewBackend = SdpaBackend,
@@ -48,12 +49,12 @@ def load_language_model(
     """Load a transformers causal LM by hub id or local folder.
 
     `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
-    computes it faster). The cache takes `kv_cache_bytes` bytes. Only safetensors weights are read, and no code that
-    comes with a model is run. Raises ModelRefused when the model cannot be loaded or served exactly, CacheFull when
-    the bytes are less than one block or cannot be allocated.
+    computes it faster). The cache takes `kv_cache_bytes` bytes. With `layers`, only these layers are loaded. Only
+    safetensors weights are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot
+    be loaded or served exactly, CacheFull when the bytes are less than one block or cannot be allocated.
     """
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend)
-    pretrained = load_pretrained(name_or_path, choose_device(device), dtype)
+    pretrained = load_pretrained(name_or_path, choose_device(device), dtype, layers)
     if has_fused_forward(pretrained):
         try:
             return _serve(pretrained, options, fused=True)
@@ -62,7 +63,9 @@ def load_language_model(
         except Exception as error:
             facts = {"model": name_or_path, "error": type(error).__name__, "where": where_raised(error)}
             logger.warning("fused_forward_refused", extra=facts)
-        pretrained = load_pretrained(name_or_path, choose_device(device), dtype)  # the fused decoder took its weights
+        pretrained = load_pretrained(
+            name_or_path, choose_device(device), dtype, layers
+        )  # the fused decoder took its weights
     return _serve(pretrained, options, fused=False)
 
 
