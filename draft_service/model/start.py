@@ -32,7 +32,8 @@ async def _started_engine(
 ) -> tuple[EngineLoop[Any], ModelInfo]:
     """Load the model and start its engine. Raises ValueError where it cannot be served."""
     try:
-        model, info = await load_model(settings, name, layers)
+        quantization = None if settings.draft_quantization == "none" else settings.draft_quantization
+        model, info = await load_model(settings, name, layers, quantization)
         processor = DraftProcessor(info.vocab_size, settings.support_mass, settings.support_max)
         engine = new_engine(settings, model, processor)
     except EngineError as error:

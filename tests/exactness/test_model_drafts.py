@@ -21,6 +21,12 @@ async def test_greedy_text_is_the_targets_with_its_layers(name: str, tmp_path: P
     await check_greedy(target, "self", {"self_model": str(target), "self_layers": "0,2"})
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+async def test_greedy_text_is_the_targets_with_its_rounded_self(quantization: str) -> None:
+    target = Path(__file__).parents[2] / "models" / "target"
+    await check_greedy(target, "model", {"model": str(target), "draft_quantization": quantization})
+
+
 async def check_greedy(target: Path, drafter: str, settings: Mapping[str, object]) -> None:
     """Generate 8 texts at once with one drafter; some of its tokens must be accepted."""
     expected = reference(target, PROMPTS)
