@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
 from benchmarks.toy_drafters import KIND as TOY
@@ -58,6 +59,7 @@ class Case:
         default_factory=lambda: SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model")
     )
     kills_draft: bool = False
+    draft: str = "draft"  # the folder of the draft model, see `save_pair`
 
 
 CASES = {
@@ -83,6 +85,10 @@ CASES = {
         )
     ),
     "self": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="self")),
+    "other tokenizer": Case(draft="other"),
+    "other tokenizer, penalties": Case(
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={3: 1.0}), draft="other"
+    ),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
@@ -107,23 +113,36 @@ ARCHITECTURE: dict[str, Any] = {
 }
 
 
+LETTERS = "abcdef"[:VOCAB_SIZE]
+OTHER_TOKENS = ("f", "b", "ab", "a", "e", "c", "ca")  # of another tokenizer: other ids, two letters at once, and no d
+
+
 def save_pair(folder: Path) -> tuple[Path, Path]:
-    """Save a target, and a draft that is the target disturbed; return their folders."""
-    return save_model(folder / "target", disturbance=0.0), save_model(folder / "draft", disturbance=0.05)
+    """Save a target, a draft that is the target disturbed, and one of another tokenizer; return the first two."""
+    save_model(folder / "other", OTHER_TOKENS)
+    return save_model(folder / "target"), save_model(folder / "draft", disturbance=0.05)
 
 
 @torch.no_grad()
-def save_model(folder: Path, disturbance: float) -> Path:
-    """Save a tiny random Llama with distributions far from uniform, and its tokenizer of letters."""
+def save_model(folder: Path, tokens: Sequence[str] = LETTERS, disturbance: float = 0.0) -> Path:
+    """Save a tiny random Llama with distributions far from uniform, and its tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ARCHITECTURE))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ARCHITECTURE | {"vocab_size": len(tokens)}))
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=disturbance)
     model.save_pretrained(folder)
-    vocabulary = {letter: token for token, letter in enumerate("abcdefgh"[:VOCAB_SIZE])}
-    Tokenizer(WordLevel(vocabulary, unk_token="a")).save(str(folder / "tokenizer.json"))
+    tokenizer_of(tokens).save(str(folder / "tokenizer.json"))
     return folder
+
+
+def tokenizer_of(tokens: Sequence[str]) -> Tokenizer:
+    """Return a byte-level tokenizer with these tokens."""
+    vocabulary = {text: token for token, text in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, [(text[0], text[1]) for text in tokens if len(text) > 1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 @torch.no_grad()
@@ -242,9 +261,28 @@ def drafted_by(case: Case, target: Path, draft: Path) -> DraftDistributions:
     """Return the distributions of a case's drafter."""
     if case.speculation.drafter == "ngram":
         return looked_up
+    if case.draft == "other":
+        return translated(draft, case.sampling)
     is_self = case.speculation.drafter == "self"
     model = distributions_of(target, case.sampling, 1) if is_self else distributions_of(draft, case.sampling)
     return lambda *text: truncated(model(sum(text, ())))
+
+
+def translated(folder: Path, sampling: SamplingParams) -> DraftDistributions:
+    """Return the distributions of a draft of another tokenizer, by the target's ids; each text is encoded whole."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    tokenizer, prompt = tokenizer_of(OTHER_TOKENS), "".join(LETTERS[token] for token in PROMPT)
+    own_ids = {token: OTHER_TOKENS.index(letter) for token, letter in enumerate(LETTERS) if letter in OTHER_TOKENS}
+
+    @cache
+    @torch.no_grad()
+    def drafted(committed: History, drawn: History) -> np.ndarray:
+        text = tokenizer.encode(prompt + "".join(LETTERS[token] for token in committed)).ids
+        own = model(torch.tensor([[*text, *(own_ids[token] for token in drawn)]])).logits[0, -1].numpy()
+        logits = np.array([own[own_ids[token]] if token in own_ids else -np.inf for token in range(VOCAB_SIZE)])
+        return truncated(reference_distribution(logits, sampling, PROMPT, (*committed, *drawn)))
+
+    return drafted
 
 
 # ---- the services
@@ -442,15 +480,17 @@ def table(results: Sequence[Result]) -> Table:
 
 
 async def run(num_generations: int, names: Sequence[str], folder: Path) -> list[Result]:
-    """Judge the cases one after the other, with the same servers."""
+    """Judge the cases one after the other, those of one draft with the same servers."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    target, draft = save_pair(folder)
-    async with services(target, draft) as started:
-        results = []
-        for name in names:
-            results.append(await judge(name, num_generations, started, target, draft))
-            print(f"{name}: {results[-1].agreement}", flush=True)
-        return results
+    target, _ = save_pair(folder)
+    results = []
+    for kind in dict.fromkeys(CASES[name].draft for name in names):
+        draft = folder / kind
+        async with services(target, draft) as started:
+            for name in (name for name in names if CASES[name].draft == kind):
+                results.append(await judge(name, num_generations, started, target, draft))
+                print(f"{name}: {results[-1].agreement}", flush=True)
+    return results
 
 
 def main() -> None:

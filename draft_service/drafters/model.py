@@ -13,6 +13,9 @@ class ModelDrafterSettings(DraftModelSettings):
     """Settings of the drafter `model`."""
 
     model: str | None = Field(None, description="hub id or folder of the draft model; needed for the drafter `model`")
+    target_tokenizer: str | None = Field(
+        None, description="hub id or folder of the target; needed where the draft model has another tokenizer"
+    )
 
 
 def check(settings: ModelDrafterSettings) -> None:
@@ -26,7 +29,9 @@ async def build(settings: ModelDrafterSettings, server: Server, stack: AsyncExit
     from draft_service.model.start import started_drafter
 
     assert settings.model, "checked at the start"
-    return await started_drafter(KIND.name, settings, settings.model, server, stack)
+    return await started_drafter(
+        KIND.name, settings, settings.model, server, stack, target_tokenizer=settings.target_tokenizer
+    )
 
 
 KIND = DrafterKind("model", ModelDrafterSettings, build, check, lambda settings: bool(settings.model))

@@ -53,7 +53,7 @@ async def build(settings: SelfDrafterSettings, server: Server, stack: AsyncExitS
     assert settings.self_model, "checked at the start"
     assert settings.self_layers, "checked at the start"
     layers = layer_numbers(settings.self_layers)
-    return await started_drafter(KIND.name, settings, settings.self_model, server, stack, layers)
+    return await started_drafter(KIND.name, settings, settings.self_model, server, stack, layers=layers)
 
 
 KIND = DrafterKind("self", SelfDrafterSettings, build, check, lambda settings: bool(settings.self_model))

@@ -10,6 +10,7 @@ from specdec import AsyncClient, SamplingParams, SpeculationParams
 from tests.exactness.test_greedy import PROMPTS, reference
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
+from tests.support.other_tokenizer import save_draft_of_other_tokenizer
 
 NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
@@ -25,6 +26,12 @@ async def test_greedy_text_is_the_targets_with_its_layers(name: str, tmp_path: P
 async def test_greedy_text_is_the_targets_with_its_rounded_self(quantization: str) -> None:
     target = Path(__file__).parents[2] / "models" / "target"
     await check_greedy(target, "model", {"model": str(target), "draft_quantization": quantization})
+
+
+async def test_greedy_text_is_the_targets_with_another_tokenizer(tmp_path: Path) -> None:
+    target = Path(__file__).parents[2] / "models" / "target"
+    draft = save_draft_of_other_tokenizer(tmp_path)
+    await check_greedy(target, "model", {"model": str(draft), "target_tokenizer": str(target)})
 
 
 async def check_greedy(target: Path, drafter: str, settings: Mapping[str, object]) -> None:
