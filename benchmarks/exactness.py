@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 import transformers
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
 from benchmarks.toy_drafters import KIND as TOY
@@ -58,6 +59,7 @@ class Case:
         default_factory=lambda: SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model")
     )
     kills_draft: bool = False
+    draft: str = "draft"  # the folder of the draft model, see `save_pair`
 
 
 CASES = {
@@ -81,6 +83,11 @@ CASES = {
         speculation=SpeculationParams(
             num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.BLOCK
         )
+    ),
+    "self": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="self")),
+    "other tokenizer": Case(draft="other"),
+    "other tokenizer, penalties": Case(
+        SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={3: 1.0}), draft="other"
     ),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
@@ -106,38 +113,57 @@ ARCHITECTURE: dict[str, Any] = {
 }
 
 
+LETTERS = "abcdef"[:VOCAB_SIZE]
+OTHER_TOKENS = ("f", "b", "ab", "a", "e", "c", "ca")  # of another tokenizer: other ids, two letters at once, and no d
+
+
 def save_pair(folder: Path) -> tuple[Path, Path]:
-    """Save a target, and a draft that is the target disturbed; return their folders."""
-    return save_model(folder / "target", disturbance=0.0), save_model(folder / "draft", disturbance=0.05)
+    """Save a target, a draft that is the target disturbed, and one of another tokenizer; return the first two."""
+    save_model(folder / "other", OTHER_TOKENS)
+    return save_model(folder / "target"), save_model(folder / "draft", disturbance=0.05)
 
 
 @torch.no_grad()
-def save_model(folder: Path, disturbance: float) -> Path:
-    """Save a tiny random Llama with distributions far from uniform, and its tokenizer of letters."""
+def save_model(folder: Path, tokens: Sequence[str] = LETTERS, disturbance: float = 0.0) -> Path:
+    """Save a tiny random Llama with distributions far from uniform, and its tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ARCHITECTURE))
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ARCHITECTURE | {"vocab_size": len(tokens)}))
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=disturbance)
     model.save_pretrained(folder)
-    vocabulary = {letter: token for token, letter in enumerate("abcdefgh"[:VOCAB_SIZE])}
-    Tokenizer(WordLevel(vocabulary, unk_token="a")).save(str(folder / "tokenizer.json"))
+    tokenizer_of(tokens).save(str(folder / "tokenizer.json"))
     return folder
 
 
+def tokenizer_of(tokens: Sequence[str]) -> Tokenizer:
+    """Return a byte-level tokenizer with these tokens."""
+    vocabulary = {text: token for token, text in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocabulary, [(text[0], text[1]) for text in tokens if len(text) > 1]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 @torch.no_grad()
-def logits_of(folder: Path) -> Callable[[History], np.ndarray]:
-    """Return the model's logits [V] after every text of up to NUM_TOKENS - 1 tokens: one float64 forward over all."""
+def logits_of(folder: Path, num_layers: int) -> Callable[[History], np.ndarray]:
+    """Return the logits [V] of a model, or of its first layers, after every text of up to NUM_TOKENS - 1 tokens.
+
+    They come from one float64 forward over all texts.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    model.config.num_hidden_layers = num_layers  # the forward runs so many
     texts = list(np.ndindex((VOCAB_SIZE,) * (NUM_TOKENS - 1)))
     logits = model(torch.tensor([(*PROMPT, *text) for text in texts])).logits[:, len(PROMPT) - 1 :].numpy()
     known = {text[:size]: row[size] for text, row in zip(texts, logits, strict=True) for size in range(NUM_TOKENS)}
     return known.__getitem__
 
 
-def distributions_of(folder: Path, sampling: SamplingParams) -> Callable[[History], np.ndarray]:
-    """Return the model's next-token distributions [V] under sampling parameters."""
-    logits = logits_of(folder)
+def distributions_of(
+    folder: Path, sampling: SamplingParams, num_layers: int = ARCHITECTURE["num_hidden_layers"]
+) -> Callable[[History], np.ndarray]:
+    """Return the next-token distributions [V] of a model, or of its first layers, under sampling parameters."""
+    logits = logits_of(folder, num_layers)
     return lambda text: reference_distribution(logits(text), sampling, PROMPT, text)
 
 
@@ -225,18 +251,38 @@ def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
     """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
     if case.speculation.drafter in (None, *TREE_DRAFTERS):
         return None
-    target_distributions, draft_distributions = (
-        distributions_of(target, case.sampling),
-        distributions_of(draft, case.sampling),
-    )
-    rows = (
-        looked_up
-        if case.speculation.drafter == "ngram"
-        else lambda *text: truncated(draft_distributions(sum(text, ())))
-    )
     rule = case.speculation.acceptance_rule or AcceptanceRuleName.TOKEN
-    drafted, accepted = expected_counts(target_distributions, rows, rule)
+    rows = drafted_by(case, target, draft)
+    drafted, accepted = expected_counts(distributions_of(target, case.sampling), rows, rule)
     return accepted / drafted
+
+
+def drafted_by(case: Case, target: Path, draft: Path) -> DraftDistributions:
+    """Return the distributions of a case's drafter."""
+    if case.speculation.drafter == "ngram":
+        return looked_up
+    if case.draft == "other":
+        return translated(draft, case.sampling)
+    is_self = case.speculation.drafter == "self"
+    model = distributions_of(target, case.sampling, 1) if is_self else distributions_of(draft, case.sampling)
+    return lambda *text: truncated(model(sum(text, ())))
+
+
+def translated(folder: Path, sampling: SamplingParams) -> DraftDistributions:
+    """Return the distributions of a draft of another tokenizer, by the target's ids; each text is encoded whole."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    tokenizer, prompt = tokenizer_of(OTHER_TOKENS), "".join(LETTERS[token] for token in PROMPT)
+    own_ids = {token: OTHER_TOKENS.index(letter) for token, letter in enumerate(LETTERS) if letter in OTHER_TOKENS}
+
+    @cache
+    @torch.no_grad()
+    def drafted(committed: History, drawn: History) -> np.ndarray:
+        text = tokenizer.encode(prompt + "".join(LETTERS[token] for token in committed)).ids
+        own = model(torch.tensor([[*text, *(own_ids[token] for token in drawn)]])).logits[0, -1].numpy()
+        logits = np.array([own[own_ids[token]] if token in own_ids else -np.inf for token in range(VOCAB_SIZE)])
+        return truncated(reference_distribution(logits, sampling, PROMPT, (*committed, *drawn)))
+
+    return drafted
 
 
 # ---- the services
@@ -266,11 +312,11 @@ class Services:
 
 
 def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
-    """Return a target worker, and a draft worker that also offers the toy drafter of trees."""
+    """Return a target worker, and a draft worker that also offers the toy drafter and the target's first layer."""
     target, draft = worker_commands(options, num_cores)
-    drafters = draft.flags.index("--drafters") + 1
-    flags = [*draft.flags[:drafters], f"{draft.flags[drafters]},{TOY.name}", *draft.flags[drafters + 1 :]]
-    return [target, replace(draft, module="benchmarks.toy_drafters", flags=tuple(flags))]
+    drafters = draft.flags[draft.flags.index("--drafters") + 1]
+    more = ("--drafters", f"{drafters},self,{TOY.name}", "--self-model", options.target, "--self-layers", "0")
+    return [target, replace(draft, module="benchmarks.toy_drafters", flags=(*draft.flags, *more))]
 
 
 @asynccontextmanager
@@ -434,15 +480,17 @@ def table(results: Sequence[Result]) -> Table:
 
 
 async def run(num_generations: int, names: Sequence[str], folder: Path) -> list[Result]:
-    """Judge the cases one after the other, with the same servers."""
+    """Judge the cases one after the other, those of one draft with the same servers."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    target, draft = save_pair(folder)
-    async with services(target, draft) as started:
-        results = []
-        for name in names:
-            results.append(await judge(name, num_generations, started, target, draft))
-            print(f"{name}: {results[-1].agreement}", flush=True)
-        return results
+    target, _ = save_pair(folder)
+    results = []
+    for kind in dict.fromkeys(CASES[name].draft for name in names):
+        draft = folder / kind
+        async with services(target, draft) as started:
+            for name in (name for name in names if CASES[name].draft == kind):
+                results.append(await judge(name, num_generations, started, target, draft))
+                print(f"{name}: {results[-1].agreement}", flush=True)
+    return results
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ class WorkerCapabilities:
         fitting = {key: offered for key, offered in wanted.items() if self._fits(offered.model)}
         if not fitting:
             model = next(iter(wanted.values())).model
-            remedy = "serve a draft of the target's family, or set num_draft_tokens to 0"
+            remedy = f"start the draft worker with --target-tokenizer {self.target.name}, or set num_draft_tokens to 0"
             raise ModelMismatchError(
                 f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}"
             )

@@ -62,6 +62,10 @@ class TextDrafter(Generic[TextT]):
         """Return a proposal of at most `num_draft_tokens` tokens that continues `text`."""
         raise NotImplementedError
 
+    async def drafted(self, session: WorkerSession, text: TextT, num_draft_tokens: int) -> Proposal:
+        """Return what `draft` returns; a drafter that must wait for it overrides this method in its place."""
+        return self.draft(session, text, num_draft_tokens)
+
     def observe(self, session: WorkerSession, text: TextT, observations: Observations) -> None:
         """Take in what the target observed."""
 
@@ -81,7 +85,8 @@ class TextDrafter(Generic[TextT]):
             await _bring_up_to_date(text, request)
             if request.observations:
                 self.observe(session, text, request.observations)
-            proposal = self.draft(session, text, request.num_draft_tokens) if request.num_draft_tokens else Proposal()
+            count = request.num_draft_tokens
+            proposal = await self.drafted(session, text, count) if count else Proposal()
         self._evict(SESSION_TOKENS + len(request.tokens))
         return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
 

@@ -143,6 +143,7 @@ class ModelInfo:
     fingerprint: str = ""  # of everything that the output depends on
     num_layers: int = 0
     hidden_size: int = 0
+    quantization: str = ""
 
 
 class FinishReason(Enum):

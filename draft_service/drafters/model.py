@@ -1,26 +1,21 @@
 """Drafting with a small language model; everything that needs torch is imported when the drafter is built."""
 
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draft_service.drafter import DrafterKind
-from specdec.exact.values import MAX_SUPPORT_TOKENS
+from draft_service.drafter import Drafter, DrafterKind
+from draft_service.model.settings import DraftModelSettings
 from specdec.serving.server import Server
-from specdec.serving.settings import ModelSettings
-
-if TYPE_CHECKING:
-    from draft_service.model.drafter import ModelDrafter
 
 
-class ModelDrafterSettings(ModelSettings):
+class ModelDrafterSettings(DraftModelSettings):
     """Settings of the drafter `model`."""
 
     model: str | None = Field(None, description="hub id or folder of the draft model; needed for the drafter `model`")
-    support_mass: float = Field(0.99, gt=0, le=1, description="a distribution is cut to the fewest tokens of this mass")
-    support_max: int = Field(64, ge=1, le=MAX_SUPPORT_TOKENS, description="maximum number of tokens of a support")
-    draft_ahead: bool = Field(True, description="draft the next round while the target scores and no session asks")
+    target_tokenizer: str | None = Field(
+        None, description="hub id or folder of the target; needed where the draft model has another tokenizer"
+    )
 
 
 def check(settings: ModelDrafterSettings) -> None:
@@ -29,24 +24,14 @@ def check(settings: ModelDrafterSettings) -> None:
         raise ValueError("--model is missing: the drafter `model` needs one; or leave --drafters unset")
 
 
-async def build(settings: ModelDrafterSettings, server: Server, stack: AsyncExitStack) -> "ModelDrafter":
+async def build(settings: ModelDrafterSettings, server: Server, stack: AsyncExitStack) -> Drafter:
     """Load the model and start its engine. Raises ValueError where it cannot be served."""
-    from draft_service.metrics import METRICS
-    from draft_service.model.drafter import ModelDrafter
-    from draft_service.model.tasks import DraftProcessor
-    from specdec.engine import EngineError
-    from specdec.serving.model_worker import load_model, new_engine, running
+    from draft_service.model.start import started_drafter
 
     assert settings.model, "checked at the start"
-    try:
-        model, info = await load_model(settings, settings.model)
-        processor = DraftProcessor(info.vocab_size, settings.support_mass, settings.support_max)
-        engine = new_engine(settings, model, processor)
-    except EngineError as error:
-        raise ValueError(str(error)) from error
-    METRICS.watch(engine)
-    await stack.enter_async_context(running(engine, server))
-    return ModelDrafter(engine, info, settings.draft_ahead)
+    return await started_drafter(
+        KIND.name, settings, settings.model, server, stack, target_tokenizer=settings.target_tokenizer
+    )
 
 
 KIND = DrafterKind("model", ModelDrafterSettings, build, check, lambda settings: bool(settings.model))

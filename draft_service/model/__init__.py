@@ -1,1 +1,1 @@
-"""The drafter `model`: a small language model of the target's tokenizer. Needs torch."""
+"""The drafters that run a language model: `model` and `self`. They need torch."""

@@ -43,10 +43,10 @@ class Ahead:
 class ModelDrafter:
     """Drafts with the engine's model."""
 
-    name = "model"
     observations = NO_OBSERVATIONS
 
-    def __init__(self, engine: EngineLoop[Any], model: ModelInfo, drafts_ahead: bool) -> None:
+    def __init__(self, name: str, engine: EngineLoop[Any], model: ModelInfo, drafts_ahead: bool) -> None:
+        self.name = name
         self.model = model
         self._engine = engine
         self._drafts_ahead = drafts_ahead

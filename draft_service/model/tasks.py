@@ -78,7 +78,11 @@ class ProposeTask(Task[Proposal]):
         if len(self.drawn) == self.request.num_draft_tokens or self._interrupted():
             self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
             return
-        self.proceed([token])
+        self.proceed([self.to_feed(token)])
+
+    def to_feed(self, token: int) -> int:
+        """Return the id by which the model knows a drawn token."""
+        return token
 
 
 class GuessTask(ProposeTask):
@@ -111,9 +115,14 @@ class DraftProcessor:
         if not drafting:
             return
         contexts = [task.context() for task in drafting]
+        logits = self.in_target_ids(logits)
         distributions = draft_distributions(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
         for task, distribution in zip(drafting, distributions, strict=True):
             if distribution.token_ids:
                 task.draw_from(distribution)
             else:
                 task.fail(NonFiniteLogitsError("the draft model's logits for this session are not finite"))
+
+    def in_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits [N, V] by the target's token ids, which are the model's."""
+        return logits

@@ -8,6 +8,7 @@ from specdec.engine.load import load_language_model
 from specdec.engine.loop import EngineLoop, Load, Processor
 from specdec.engine.model import LanguageModel
 from specdec.engine.pool import LayerShape
+from specdec.engine.quantized import Quantization
 from specdec.engine.sequence import Sequence
 from specdec.engine.task import Submission, Task, TaskState, TaskTimes
 
@@ -25,6 +26,7 @@ __all__ = [
     "Load",
     "ModelRefused",
     "Processor",
+    "Quantization",
     "Sequence",
     "SequenceTooLong",
     "Submission",

@@ -1,10 +1,12 @@
 """Running a model over one packed row; transformers' own forward is one way, `fused.py` another."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.engine.linear import pack_linears
@@ -25,11 +27,18 @@ DecoderOutput = tuple[torch.Tensor, torch.Tensor | None]
 """Logits [logit_rows, vocab_size] and, if there are `hidden_layers`, states [observed_rows, hidden_layers, width]."""
 
 
+ReplaceLinear = Callable[[nn.Module], nn.Module]
+
+
 class Decoder(Protocol):
     """A model whose attention goes through `attention.current_attention`."""
 
     def __call__(self, row: PackedRow) -> DecoderOutput:
         """Run the model over the row."""
+        ...
+
+    def replace_linears(self, replace: ReplaceLinear) -> None:
+        """Put what `replace` returns in place of each linear layer; it may see other modules, and return them."""
         ...
 
 
@@ -40,6 +49,12 @@ class TransformersDecoder:
         pack_linears(model)
         self._model = model
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def replace_linears(self, replace: ReplaceLinear) -> None:
+        """See `Decoder`."""
+        for parent in list(self._model.modules()):
+            for name, child in list(parent.named_children()):
+                setattr(parent, name, replace(child))
 
     def __call__(self, row: PackedRow) -> DecoderOutput:
         """See `Decoder`."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import AttentionOptions, current_attention
-from specdec.engine.decoder import DecoderOutput, PackedRow
+from specdec.engine.decoder import DecoderOutput, PackedRow, ReplaceLinear
 from specdec.engine.linear import pack_linears, try_prepack
 
 FUSED_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -43,6 +43,12 @@ class FusedDecoder:
         self._norm = _Norm(base.norm)
         pack_linears(model)
         self._head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+    def replace_linears(self, replace: ReplaceLinear) -> None:
+        """See `Decoder`."""
+        for layer in self._layers:
+            layer.replace_linears(replace)
+        self._head = replace(self._head)
 
     def __call__(self, row: PackedRow) -> DecoderOutput:
         """See `Decoder`."""
@@ -90,6 +96,11 @@ class _Layer:
         self._to_mlp = _joined(mlp.gate_proj, mlp.up_proj)
         self._activation: Callable[[Rows], Rows] = mlp.act_fn
         self._from_mlp = _joined(mlp.down_proj)
+
+    def replace_linears(self, replace: ReplaceLinear) -> None:
+        """See `Decoder`."""
+        self._to_heads, self._from_heads = replace(self._to_heads), replace(self._from_heads)
+        self._to_mlp, self._from_mlp = replace(self._to_mlp), replace(self._from_mlp)
 
     def __call__(self, hidden: Rows, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
         hidden = hidden + self._attend(self._attention_norm(hidden), cos, sin)

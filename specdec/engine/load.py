@@ -15,6 +15,7 @@ from specdec.engine.fused import FusedDecoder, has_fused_forward
 from specdec.engine.model import LanguageModel, ModelFacts
 from specdec.engine.pool import LayerShape
 from specdec.engine.pretrained import choose_device, load_pretrained, num_embeddings
+from specdec.engine.quantized import Quantization, quantize
 from specdec.engine.sdpa import SdpaBackend
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ def load_language_model(
     device: str = "auto",
     dtype: str = "auto",
     kv_cache_bytes: int,
+    layers: Sequence[int] = (),
+    quantization: Quantization | None = None,
     block_tokens: int = BLOCK_TOKENS,
     self_check: bool = True,
     new_backend: NewBackend = SdpaBackend,
@@ -48,21 +51,30 @@ def load_language_model(
     """Load a transformers causal LM by hub id or local folder.
 
     `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
-    computes it faster). The cache takes `kv_cache_bytes` bytes. Only safetensors weights are read, and no code that
-    comes with a model is run. Raises ModelRefused when the model cannot be loaded or served exactly, CacheFull when
-    the bytes are less than one block or cannot be allocated.
+    computes it faster). The cache takes `kv_cache_bytes` bytes. With `layers`, only these layers are loaded; with
+    `quantization`, weights are rounded once the model has passed its check, which is good enough for drafts. Only
+    safetensors weights are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot
+    be loaded or served exactly, CacheFull when the bytes are less than one block or cannot be allocated.
     """
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend)
-    pretrained = load_pretrained(name_or_path, choose_device(device), dtype)
+    model = _load(options, choose_device(device), dtype, layers)
+    if quantization:
+        quantize(model.decoder, quantization, name_or_path)
+    return model
+
+
+def _load(options: _Options, device: torch.device, dtype: str, layers: Sequence[int]) -> LanguageModel:
+    """Load a model through the fused forward, or through transformers' own where that is not possible."""
+    pretrained = load_pretrained(options.name, device, dtype, layers)
     if has_fused_forward(pretrained):
         try:
             return _serve(pretrained, options, fused=True)
         except CacheFull:
             raise
         except Exception as error:
-            facts = {"model": name_or_path, "error": type(error).__name__, "where": where_raised(error)}
+            facts = {"model": options.name, "error": type(error).__name__, "where": where_raised(error)}
             logger.warning("fused_forward_refused", extra=facts)
-        pretrained = load_pretrained(name_or_path, choose_device(device), dtype)  # the fused decoder took its weights
+        pretrained = load_pretrained(options.name, device, dtype, layers)  # the fused decoder took its weights
     return _serve(pretrained, options, fused=False)
 
 

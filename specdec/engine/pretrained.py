@@ -1,6 +1,7 @@
 """Reading a transformers model from the hub or a folder, refusing what must not or cannot be served."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from specdec.engine.errors import ModelRefused
+from specdec.engine.layers import LayerStack, check_layers, class_with_layers
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # the others keep state that cannot be truncated
 MIN_BFLOAT16_WIDTH = 256  # on the CPU: below, a bfloat16 product's overhead (15 us) is more than its weights cost
@@ -41,10 +43,11 @@ def _cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
 
 
-def load_pretrained(name_or_path: str, device: torch.device, dtype: str) -> PreTrainedModel:
+def load_pretrained(name_or_path: str, device: torch.device, dtype: str, layers: Sequence[int] = ()) -> PreTrainedModel:
     """Return the model on `device` in evaluation mode, attending with transformers' own functions.
 
-    Raises ModelRefused if it cannot be loaded safely and served exactly.
+    With `layers`, in ascending order, only these are loaded. Raises ModelRefused if it cannot be loaded safely and
+    served exactly, or has no such layers.
     """
     path = Path(name_or_path).expanduser()
     if looks_like_path(name_or_path):
@@ -52,8 +55,10 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: str) -> PreT
         name_or_path = str(path)
     config = _load_config(name_or_path)
     _refuse_unserved(name_or_path, config)
+    check_layers(name_or_path, config, layers)
+    kind: Any = class_with_layers(config, layers) if layers else AutoModelForCausalLM
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model: PreTrainedModel = kind.from_pretrained(
             name_or_path,
             config=config,
             dtype=choose_dtype(dtype, device, _width(config)),
@@ -66,6 +71,8 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: str) -> PreT
     except SafetensorError as error:
         raise ModelRefused(f"{_damaged_file(name_or_path)} is damaged ({error}); download or copy it again") from error
     _refuse_recurrent(name_or_path, model)
+    if layers:
+        LayerStack(model).keep(layers)
     nn.Module.to(model, device)
     return nn.Module.eval(model)
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from specdec.engine import CacheMiss, EngineError, EngineLoop, LanguageModel, Processor, Task, load_language_model
+from specdec.engine import (
+    CacheMiss,
+    EngineError,
+    EngineLoop,
+    LanguageModel,
+    Processor,
+    Quantization,
+    Task,
+    load_language_model,
+)
 from specdec.errors import InternalError, UnavailableError
 from specdec.serving.background import in_background
 from specdec.serving.model_fingerprint import model_fingerprint
@@ -28,28 +37,37 @@ MAX_FAILED_FORWARDS = 8  # in a row: a device in such a state does not recover w
 WATCH_S = 1.0
 
 
-async def load_model(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
+async def load_model(
+    settings: ModelSettings, name: str, layers: Sequence[int] = (), quantization: Quantization | None = None
+) -> tuple[LanguageModel, ModelInfo]:
     """Load the model on a separate thread, so that health checks are answered meanwhile.
 
-    Raises ModelRefused, CacheFull or TokenizerMissing.
+    `layers` and `quantization` as in `load_language_model`. Raises ModelRefused, CacheFull or TokenizerMissing.
     """
     torch.set_num_threads(settings.num_threads)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
     begin = time.perf_counter()
     get_logger().info("loading" if is_here(name) else "downloading", model=name)
-    loaded = await in_background(lambda: _load(settings, name))
+    loaded = await in_background(lambda: _load(settings, name, layers, quantization))
     get_logger().info("loaded", model=name, elapsed_s=round(time.perf_counter() - begin, 2))
     return loaded
 
 
-def _load(settings: ModelSettings, name: str) -> tuple[LanguageModel, ModelInfo]:
+def _load(
+    settings: ModelSettings, name: str, layers: Sequence[int], quantization: Quantization | None
+) -> tuple[LanguageModel, ModelInfo]:
     model = load_language_model(
-        name, device=settings.device, dtype=settings.dtype, kv_cache_bytes=settings.kv_cache_bytes
+        name,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        layers=layers,
+        quantization=quantization,
     )
-    return model, describe(model, tokenizer_folder(name))
+    return model, describe(model, tokenizer_folder(name), layers, quantization or "")
 
 
-def describe(model: LanguageModel, folder: Path) -> ModelInfo:
+def describe(model: LanguageModel, folder: Path, layers: Sequence[int] = (), quantization: str = "") -> ModelInfo:
     """Return what there is to compare between a draft and a target."""
     tokenizer = load_tokenizer(str(folder))
     path = Path(model.name).expanduser()
@@ -65,8 +83,15 @@ def describe(model: LanguageModel, folder: Path) -> ModelInfo:
         eos_token_ids=eos_token_ids(folder),
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
-        fingerprint=model_fingerprint(folder, {"dtype": str(model.dtype), "quantisation": "none"}),
+        fingerprint=model_fingerprint(folder, _numbers(model, layers, quantization)),
+        quantization=quantization,
     )
+
+
+def _numbers(model: LanguageModel, layers: Sequence[int], quantization: str) -> dict[str, str]:
+    """Return what the output depends on besides the files."""
+    numbers = {"dtype": str(model.dtype), "quantisation": quantization or "none"}
+    return {**numbers, "layers": ",".join(map(str, layers))} if layers else numbers
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:

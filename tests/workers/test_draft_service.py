@@ -369,7 +369,7 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
     settings = ModelDrafterSettings(model=str(model_folder), dtype="float32", port=0)
     model, info = await load_model(settings, str(model_folder))
     engine = new_engine(settings, model, DraftProcessor(info.vocab_size, SUPPORT_MASS, SUPPORT_MAX))
-    drafter = ModelDrafter(engine, info, drafts_ahead=True)
+    drafter = ModelDrafter("model", engine, info, drafts_ahead=True)
     engine.start()
     try:
         first, second = (WorkerSession(name, 1, PLAIN, len(PROMPT)) for name in ("first", "second"))

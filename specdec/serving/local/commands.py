@@ -65,7 +65,7 @@ def _draft_flags(options: Options) -> tuple[str, ...]:
     """A draft worker offers what needs no model too, so that each request can choose; what was asked for is first."""
     has_model = options.draft not in MODEL_FREE
     drafters = ",".join(dict.fromkeys(["model" if has_model else options.draft, *MODEL_FREE]))
-    model = ("--model", options.draft) if has_model else ()
+    model = ("--model", options.draft, "--target-tokenizer", options.target) if has_model else ()
     return ("--drafters", drafters, *model, "--suffix-tokenizer", options.target)
 
 

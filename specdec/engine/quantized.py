@@ -1,0 +1,168 @@
+"""Linear layers with weights of 8 or 4 bits, for drafts on the CPU: any draft is exact, so its weights may be rounded.
+
+Weights alone are quantised: to 8 bits with one scale a channel, to 4 bits with scale and zero point for each group of a
+channel's weights. Activations stay bfloat16, so what a position gives does not depend on its batch beyond rounding. The
+products are torch's own; those of torchao 0.18, which run without compilation too, took 3 to 50 times as long.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import nn
+
+from specdec.engine.decoder import Decoder
+from specdec.engine.errors import ModelRefused
+from specdec.engine.linear import PackedLinear
+
+Quantization = Literal["int8", "int4"]
+
+GROUP_SIZE = 32  # weights of a channel that share scale and zero point in int4
+SHAPE_MULTIPLES = (32, 16)  # of inputs and outputs; torch's kernels read past the end of other shapes
+SHRINKINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range; the one with the least squared error is taken
+MANY_ROWS = 48  # from here on converting the weights of 8 bits costs less than the kernel for few rows
+MAX_ERROR = 0.3  # of the product's spread, root mean square: 4 bits give 0.06 to 0.12, a wrong kernel 1 and more
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with weights of 8 bits and one scale a channel."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self._scales = (weight.float().abs().amax(-1) / 127).clamp(min=1e-12).to(torch.bfloat16)  # [out]
+        self._weight = (weight.float() / self._scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rounded weight, float32 [out, in]."""
+        return self._weight.float() * self._scales.float()[:, None]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and scales."""
+        return self._weight.nbytes + self._scales.nbytes
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows @ weight.T + bias: [..., in] -> [..., out], in the type of the rows."""
+        return _in_bfloat16(rows, self._product, self.out_features, self.bias)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        if len(rows) < MANY_ROWS:
+            return torch._weight_int8pack_mm(rows, self._weight, self._scales)
+        return nn.functional.linear(rows, self._weight.to(torch.bfloat16)) * self._scales
+
+
+class Int4Linear(nn.Module):
+    """A linear layer with weights of 4 bits, and scale and zero point for each GROUP_SIZE weights of a channel."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        levels, scales, zeros = _rounded_groups(weight.float().view(self.out_features, -1, GROUP_SIZE))
+        self._packed = torch._convert_weight_to_int4pack_for_cpu(levels.flatten(1), 1)
+        self._scales_and_zeros = torch.stack([scales, zeros], -1).transpose(0, 1).contiguous()  # [groups, out, 2]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rounded weight, bfloat16 [out, in]; computed at each reading."""
+        return self._product(torch.eye(self.in_features, dtype=torch.bfloat16)).T
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight, scales and zero points."""
+        return self._packed.nbytes + self._scales_and_zeros.nbytes
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows @ weight.T + bias: [..., in] -> [..., out], in the type of the rows."""
+        return _in_bfloat16(rows, self._product, self.out_features, self.bias)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch._weight_int4pack_mm_for_cpu(rows, self._packed, GROUP_SIZE, self._scales_and_zeros)
+
+
+def quantize(decoder: Decoder, quantization: Quantization, name: str) -> None:
+    """Replace the decoder's linear layers, in place, by ones with rounded weights.
+
+    A layer whose shape the kernels do not take stays as it is. Raises ModelRefused where that is each of them.
+    """
+    num_replaced = 0
+
+    def replaced(module: nn.Module) -> nn.Module:
+        nonlocal num_replaced
+        rounded = try_quantize(module, quantization)
+        num_replaced += rounded is not None
+        return rounded or module
+
+    decoder.replace_linears(replaced)
+    if not num_replaced:
+        raise ModelRefused(f"{name} has no linear layer on the CPU that {quantization} fits; leave quantisation out")
+
+
+@torch.no_grad()
+def try_quantize(module: nn.Module, quantization: Quantization) -> Int8Linear | Int4Linear | None:
+    """Return a linear layer with rounded weights, or None for another module, device or shape.
+
+    None also where this processor's kernel does not give the product of the rounded weights.
+    """
+    if not isinstance(module, nn.Linear | PackedLinear):
+        return None
+    weight = module.weight
+    if weight.device.type != "cpu" or any(
+        size % by for size, by in zip(weight.shape[::-1], SHAPE_MULTIPLES, strict=True)
+    ):
+        return None
+    kind = Int8Linear if quantization == "int8" else Int4Linear
+    try:
+        rounded = kind(weight.detach(), module.bias)
+        return rounded if _is_close(rounded, weight) else None
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None
+
+
+def _is_close(rounded: Int8Linear | Int4Linear, weight: torch.Tensor) -> bool:
+    """Compare a product of a few rows with that of the plain weights, which rounding moves by far less than half."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(3, rounded.in_features, generator=generator)
+    plain = nn.functional.linear(rows, weight.float(), None if rounded.bias is None else rounded.bias.float())
+    return bool((rounded(rows) - plain).pow(2).mean().sqrt() <= MAX_ERROR * plain.std().clamp(min=1e-30))
+
+
+def _in_bfloat16(
+    rows: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], width: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the product of rows [..., in] in bfloat16, [..., width], plus the bias, in the type of the rows."""
+    flat = rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16).contiguous()
+    result = product(flat).to(rows.dtype).view(*rows.shape[:-1], width)
+    return result if bias is None else result + bias
+
+
+def _rounded_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return levels 0 to 15 of weights [out, groups, GROUP_SIZE], int32, and scales and zero points [out, groups].
+
+    A level stands for (level - 8) * scale + zero point.
+    """
+    middle, reach = (groups.amax(-1) + groups.amin(-1)) / 2, (groups.amax(-1) - groups.amin(-1)) / 15
+    chosen, least = reach, torch.full_like(reach, torch.inf)
+    for shrinking in SHRINKINGS:
+        levels, scales, zeros = _rounded_to(groups, middle, shrinking * reach)
+        error = (_restored(levels, scales, zeros) - groups).square().sum(-1)
+        chosen, least = torch.where(error < least, shrinking * reach, chosen), torch.minimum(error, least)
+    return _rounded_to(groups, middle, chosen)
+
+
+def _restored(levels: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return what levels stand for, [out, groups, GROUP_SIZE]."""
+    return (levels - 8) * scales.float()[..., None] + zeros.float()[..., None]
+
+
+def _rounded_to(
+    groups: torch.Tensor, middle: torch.Tensor, reach: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round to 16 levels that lie `reach` apart around `middle` [out, groups]; scales are bfloat16 before that."""
+    scales = reach.clamp(min=1e-12).to(torch.bfloat16)
+    zeros = (middle + scales.float() / 2).to(torch.bfloat16)
+    levels = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(-8, 7) + 8
+    return levels.to(torch.int32), scales, zeros
