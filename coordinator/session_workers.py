@@ -7,7 +7,8 @@ from functools import partial
 from coordinator import metrics
 from coordinator.acceptance import RULES
 from coordinator.capabilities import WorkerCapabilities
-from coordinator.choosing.chooser import PlanChooser, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.draft import DraftLimits, DraftWorkers, OfferedDrafter, SessionDrafter
 from coordinator.observing import joined
 from coordinator.running import WorkerHandles

@@ -58,8 +58,11 @@ class TextDrafter(Generic[TextT]):
         self._num_unchecked = 0  # tokens added since the last count
         self._held: OrderedDict[str, _Held[TextT]] = OrderedDict()  # least recently used first
 
-    def draft(self, session: WorkerSession, text: TextT, num_draft_tokens: int) -> Proposal:
-        """Return a proposal of at most `num_draft_tokens` tokens that continues `text`."""
+    def draft(self, session: WorkerSession, text: TextT, num_draft_tokens: int, stop_below: float = 0.0) -> Proposal:
+        """Return a proposal of at most `num_draft_tokens` tokens that continues `text`.
+
+        It may leave out candidates that are accepted with less than a chance of `stop_below`, by its own judgement.
+        """
         raise NotImplementedError
 
     def observe(self, session: WorkerSession, text: TextT, observations: Observations) -> None:
@@ -81,7 +84,10 @@ class TextDrafter(Generic[TextT]):
             await _bring_up_to_date(text, request)
             if request.observations:
                 self.observe(session, text, request.observations)
-            proposal = self.draft(session, text, request.num_draft_tokens) if request.num_draft_tokens else Proposal()
+            num_draft_tokens = request.num_draft_tokens
+            proposal = (
+                self.draft(session, text, num_draft_tokens, request.stop_below) if num_draft_tokens else Proposal()
+            )
         self._evict(SESSION_TOKENS + len(request.tokens))
         return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
 

@@ -18,7 +18,11 @@ PURE_MODULES = (
     "observing",
     "choosing/acceptance_history",
     "choosing/chooser",
+    "choosing/comparisons",
     "choosing/costs",
+    "choosing/exploration",
+    "choosing/plans",
+    "choosing/shared_statistics",
 )
 LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
 

@@ -24,7 +24,9 @@ from benchmarks.judging import (
     standard_deviations,
 )
 from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
-from coordinator.choosing.chooser import DraftPlan, PlanChooser, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.plans import DraftPlan
+from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams

@@ -14,7 +14,8 @@ import torch
 
 from coordinator import generation as generation_module
 from coordinator.acceptance import AcceptanceRule, TokenRule
-from coordinator.choosing.chooser import PlanChooser, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
 from specdec.exact import randomness
@@ -85,7 +86,7 @@ class ToyDrafter:
         """Whether it is worth asking now."""
         return True
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return K tokens, each with its distribution."""
         tokens: History = ()
         distributions: tuple[SparseDistribution, ...] = ()
@@ -110,7 +111,7 @@ class ToyDrafter:
 class RepeatingDrafter(ToyDrafter):
     """Drafts as n-gram lookup does: the token that last followed the last one, one-hot; else nothing."""
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return at most K tokens with one-hot distributions."""
         tokens: History = ()
         while len(tokens) < num_draft_tokens:
@@ -133,7 +134,7 @@ class FlakyDrafter(ToyDrafter):
 
     calls: int = 0
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return a proposal, a shorter one, or none."""
         self.calls += 1
         if (self.seed + self.calls) % 2:
@@ -152,7 +153,7 @@ class TreeDrafter(ToyDrafter):
 
     branching: tuple[int, ...] = (3, 2, 1)  # children of a position, by depth
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return a tree of at most K tokens."""
         tokens: list[int] = []
         distributions: list[SparseDistribution] = []
@@ -194,7 +195,7 @@ class ObservingDrafter(ToyDrafter):
     observed: dict[int, int] = field(default_factory=dict)  # a token, and the target's most probable token after it
     text: list[int] = field(default_factory=list)
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return K tokens."""
         self.text = committed
         return await ToyDrafter.propose(self, committed, num_draft_tokens)
