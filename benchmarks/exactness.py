@@ -41,7 +41,7 @@ NUM_TOKENS = 4
 NUM_DRAFT_TOKENS = 3
 NUM_TREE_TOKENS = 7
 PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-gram drafts never run dry
-TREE_DRAFTERS = (TOY.name, "recycle", "suffix")
+TREE_DRAFTERS = (TOY.name, "recycle", "suffix", "model+recycle")
 SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
 NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
@@ -82,6 +82,7 @@ CASES = {
             num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.BLOCK
         )
     ),
+    "model and recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="model+recycle")),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(

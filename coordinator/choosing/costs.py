@@ -99,7 +99,7 @@ class ScoreCosts:
         return fit if fit and fit.is_trusted else self._all
 
     def observe(self, drafter: str | None, num_tokens: float, seconds: float, decay: float) -> None:
-        """Add one round. As far as it was slower than expected, other drafters' rounds are expected to be slower, too."""
+        """Add one round. A round that was slower than expected makes those of other drafters expected slower, too."""
         own = self._by_drafter.setdefault(drafter, _score_fit())
         if own.is_trusted:
             ratio = min(seconds / float(own.predict(num_tokens)), MAX_OUTLIER)

@@ -15,6 +15,8 @@ PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
 PURE_MODULES = (
     "acceptance",
     "generation",
+    "joint_names",
+    "merging",
     "observing",
     "choosing/acceptance_history",
     "choosing/chooser",

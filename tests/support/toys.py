@@ -17,6 +17,7 @@ from coordinator.acceptance import AcceptanceRule, TokenRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
+from coordinator.joint_drafter import JointDrafter
 from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
 from specdec.exact import randomness
 from specdec.exact.randomness import Key, Purpose
@@ -186,6 +187,16 @@ class StemDrafter(TreeDrafter):
     """Drafts a chain of two tokens, then branches."""
 
     branching: tuple[int, ...] = (1, 1, 2, 1)
+
+
+@dataclass(slots=True)
+class MergingDrafter(ToyDrafter):
+    """Merges a drawn chain with n-gram lookup."""
+
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
+        """Return one tree."""
+        parts = [RepeatingDrafter(self.model, self.seed), ToyDrafter(self.model, self.seed)]
+        return await JointDrafter(parts).propose(committed, num_draft_tokens, stop_below)
 
 
 @dataclass(slots=True)
