@@ -83,6 +83,7 @@ CASES = {
         )
     ),
     "model and recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="model+recycle")),
+    "model, stopping early": Case(speculation=SpeculationParams(drafter="model")),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
@@ -223,8 +224,8 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 
 
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
-    """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
-    if case.speculation.drafter in (None, *TREE_DRAFTERS):
+    """Return a case's acceptance rate by the distributions of its models; None for trees and for automatic K."""
+    if case.speculation.num_draft_tokens is None or case.speculation.drafter in TREE_DRAFTERS:
         return None
     target_distributions, draft_distributions = (
         distributions_of(target, case.sampling),
