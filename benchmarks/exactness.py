@@ -42,7 +42,7 @@ NUM_TOKENS = 4
 NUM_DRAFT_TOKENS = 3
 NUM_TREE_TOKENS = 7
 PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-gram drafts never run dry
-TREE_DRAFTERS = (TOY.name, "recycle", "suffix")
+TREE_DRAFTERS = (TOY.name, "recycle", "suffix", "model+recycle")
 SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
 NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
@@ -89,6 +89,8 @@ CASES = {
     "other tokenizer, penalties": Case(
         SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={3: 1.0}), draft="other"
     ),
+    "model and recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="model+recycle")),
+    "model, stopping early": Case(speculation=SpeculationParams(drafter="model")),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
@@ -248,8 +250,8 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 
 
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
-    """Return a case's acceptance rate by the distributions of its models; None for trees, which have none."""
-    if case.speculation.drafter in (None, *TREE_DRAFTERS):
+    """Return a case's acceptance rate by the distributions of its models; None for trees and for automatic K."""
+    if case.speculation.num_draft_tokens is None or case.speculation.drafter in TREE_DRAFTERS:
         return None
     rule = case.speculation.acceptance_rule or AcceptanceRuleName.TOKEN
     rows = drafted_by(case, target, draft)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from coordinator.draft import DraftWorkers, OfferedDrafter
+from coordinator.joint_names import parts_of
 from coordinator.target import TargetWorkers
 from specdec.errors import InvalidArgumentError, ModelMismatchError, SpecdecError, UnavailableError
 from specdec.retry import RetryPolicy
@@ -90,19 +91,20 @@ class WorkerCapabilities:
         return tuple(self._drafters) if self._draft_answers else ()
 
     def session_drafters(self, name: str | None) -> Mapping[str, OfferedDrafter]:
-        """Return the drafters that a session may use: the one that is named, else all that fit the target.
+        """Return the drafters that a session may use: those that are named (`a+b`), else all that fit the target.
 
         Empty while no draft worker has answered. Raises InvalidArgumentError for a name that is not on offer,
         ModelMismatchError if a tokenizer differs: the named drafter's, or all of them.
         """
         if not self._drafters:
             return {}
-        if name and name not in self._drafters:
+        named = parts_of(name) if name else list(self._drafters)
+        if any(part not in self._drafters for part in named):
             raise InvalidArgumentError({"speculation.drafter": f"is {name!r}; on offer: {', '.join(self._drafters)}"})
-        wanted = {name: self._drafters[name]} if name else self._drafters
+        wanted = {part: self._drafters[part] for part in named}
         fitting = {key: offered for key, offered in wanted.items() if self._fits(offered.model)}
-        if not fitting:
-            model = next(iter(wanted.values())).model
+        if not fitting or (name and len(fitting) < len(wanted)):
+            model = next(offered.model for key, offered in wanted.items() if key not in fitting)
             remedy = f"start the draft worker with --target-tokenizer {self.target.name}, or set num_draft_tokens to 0"
             raise ModelMismatchError(
                 f"the draft {model.name} and the target {self.target.name} differ in tokenizer; {remedy}"

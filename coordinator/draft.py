@@ -92,37 +92,46 @@ class SessionDrafter:
         self._num_failures = 0
         self._ask_again_at = 0.0
         self._observations: Observations | None = None  # not yet sent
+        self._is_asked = False
 
     @property
     def available(self) -> bool:
-        """Whether the pause after a failure is over."""
-        return time.monotonic() >= self._ask_again_at
+        """Whether it is not being asked, and the pause after a failure is over."""
+        return not self._is_asked and time.monotonic() >= self._ask_again_at
 
-    async def propose(self, committed: Sequence[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: Sequence[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return a tree of at most K tokens with their distributions; never raises."""
         fits = not self._limits.context_length or len(committed) + num_draft_tokens <= self._limits.context_length
         if not num_draft_tokens or not fits or not self.available:
             return Drafted(has_failed=True)
-        begin = time.perf_counter()
+        begin, self._is_asked = time.perf_counter(), True
+        observations, self._observations = self._observations, None
         try:
-            proposal = await self._propose(committed, num_draft_tokens)
-        except SpecdecError as error:
-            self._fail(error)
-            return Drafted(elapsed_s=time.perf_counter() - begin, has_failed=True)
+            proposal = await self._propose(committed, num_draft_tokens, stop_below, observations)
         except Exception as error:
-            self._stream.abandon()
-            self._fail(UnavailableError(f"a draft worker's stream broke: {type(error).__name__}"))
+            if not isinstance(error, SpecdecError):
+                self._stream.abandon()
+                error = UnavailableError(f"a draft worker's stream broke: {type(error).__name__}")
+            self._fail(error)
+            self._observations = _joined(observations, self._observations)
             return Drafted(elapsed_s=time.perf_counter() - begin, has_failed=True)
+        finally:
+            self._is_asked = False
         self._num_failures = 0
-        self._observations = None
         return Drafted(proposal, time.perf_counter() - begin, self._stream.num_fed)
 
-    async def _propose(self, committed: Sequence[int], num_draft_tokens: int) -> Proposal:
-        observations = codec.observations_to_proto(self._observations) if self._observations else None
+    async def _propose(
+        self, committed: Sequence[int], num_draft_tokens: int, stop_below: float, observations: Observations | None
+    ) -> Proposal:
+        observed = codec.observations_to_proto(observations) if observations else None
 
         def message(start: int, tokens: Sequence[int]) -> draft_pb2.ProposeRequest:
             propose = draft_pb2.Propose(
-                start=start, tokens=tokens, num_draft_tokens=num_draft_tokens, observations=observations
+                start=start,
+                tokens=tokens,
+                num_draft_tokens=num_draft_tokens,
+                observations=observed,
+                stop_below=stop_below,
             )
             return draft_pb2.ProposeRequest(propose=propose)
 
@@ -145,8 +154,7 @@ class SessionDrafter:
         """Keep observations for the next request, only the latest ones if they are many."""
         own = part_of(observations, self._limits.observed, self._limits.wanted)
         if own:
-            joined = self._observations.followed_by(own) if self._observations else own
-            self._observations = joined.latest(MAX_PENDING_OBSERVATIONS)
+            self._observations = _joined(self._observations, own)
 
     async def close(self) -> None:
         """End the session at the worker."""
@@ -155,3 +163,9 @@ class SessionDrafter:
     def abandon(self) -> None:
         """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()
+
+
+def _joined(earlier: Observations | None, later: Observations | None) -> Observations | None:
+    """Return both, only the latest if they are many."""
+    joined = earlier.followed_by(later) if earlier and later else earlier or later
+    return joined.latest(MAX_PENDING_OBSERVATIONS) if joined else None

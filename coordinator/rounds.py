@@ -4,12 +4,13 @@ The next round runs while the last one's commit is in flight; only emission wait
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from coordinator.acceptance import AcceptanceRule
-from coordinator.choosing.chooser import PLAIN, PlanChooser, RoundOutcome
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.plans import PLAIN, DraftPlan, RoundOutcome
 from coordinator.generation import Generation, Round
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 
@@ -44,8 +45,11 @@ class RoundDrafter(Protocol):
         """Whether it is worth asking now."""
         ...
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
-        """Return a tree of at most K tokens with the distributions that they were drawn from."""
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
+        """Return a tree of at most K tokens with the distributions that they were drawn from.
+
+        It may stop before a token that is accepted with less than a chance of `stop_below`, by its own judgement.
+        """
         ...
 
     def observe(self, observations: Observations) -> None:
@@ -78,25 +82,63 @@ async def run_rounds(generation: Generation, parts: RoundParts, publish: Callabl
     """
     committing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     committing.set_result(None)
+    comparing = Comparing(parts)
     try:
         while not generation.done:
-            played = await run_round(generation, parts)
+            played = await run_round(generation, parts, comparing)
             await asyncio.shield(committing)
             committing = asyncio.ensure_future(publish(played))
+        await comparing.finish()
     finally:
+        await comparing.stop()
         # shielded: cancelling this loop must not interrupt a commit
         await asyncio.shield(committing)
 
 
-async def run_round(generation: Generation, parts: RoundParts) -> Round:
+class Comparing:
+    """Asks drafters for proposals that no round uses, while the target scores; no round waits for them."""
+
+    def __init__(self, parts: RoundParts) -> None:
+        self._parts = parts
+        self._asking: asyncio.Task[None] | None = None
+
+    def begin(self, chosen: DraftPlan, available: Sequence[str], committed: Sequence[int]) -> None:
+        """Ask another drafter than the chosen one, if that is due and none is being asked."""
+        plan = None if self._asking else self._parts.chooser.choose_compared(chosen, available)
+        if plan:
+            self._asking = asyncio.create_task(self._ask(plan, list(committed)))
+
+    async def _ask(self, plan: DraftPlan, committed: list[int]) -> None:
+        assert plan.drafter is not None
+        drafter = self._parts.drafters[plan.drafter]
+        drafted = await drafter.propose(committed, plan.num_draft_tokens, plan.stop_below)
+        if not drafted.has_failed:
+            self._parts.chooser.observe_unused(plan, drafted.proposal, len(committed))
+        self._asking = None
+
+    async def finish(self) -> None:
+        """Wait for what is being asked, so that its stream can be closed in order."""
+        if self._asking:
+            await self._asking
+
+    async def stop(self) -> None:
+        """Give up what is being asked."""
+        if self._asking:
+            self._asking.cancel()
+            await asyncio.gather(self._asking, return_exceptions=True)
+
+
+async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing) -> Round:
     """Draft, score, accept; return what is to be committed."""
     base_length = len(generation.committed)
     available = [name for name, drafter in parts.drafters.items() if drafter.available]
     plan = parts.chooser.choose(generation.remaining_tokens, available)
     drafted = Drafted()
     if plan.drafter:
-        drafted = await parts.drafters[plan.drafter].propose(generation.committed, plan.num_draft_tokens)
+        drafter = parts.drafters[plan.drafter]
+        drafted = await drafter.propose(generation.committed, plan.num_draft_tokens, plan.stop_below)
     proposal = drafted.proposal
+    comparing.begin(plan, available, generation.committed)
     scored = await parts.scorer.score(generation.committed, proposal)
     verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
     finished_round = generation.advance(proposal, scored.scores, verdict, drafted.elapsed_s, scored.elapsed_s)
@@ -105,6 +147,7 @@ async def run_round(generation: Generation, parts: RoundParts) -> Round:
         observed = committed_observations(scored.scores.observations, proposal, verdict)
         for drafter in parts.drafters.values():
             drafter.observe(observed)
+    parts.chooser.settle(generation.committed)
     parts.chooser.observe(
         RoundOutcome(
             plan=PLAIN if drafted.has_failed else plan,

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from coordinator import metrics
 from coordinator.acceptance import AcceptanceRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.draft import SessionDrafter
 from coordinator.generation import CommittedChunk, Generation, Round
+from coordinator.joint_drafter import JointDrafter
 from coordinator.rounds import RoundParts, run_rounds
 from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore
 from coordinator.target import SessionScorer
@@ -25,11 +26,12 @@ class WorkerHandles:
     drafters: Mapping[str, SessionDrafter]  # by name
     rule: AcceptanceRule
     chooser: PlanChooser
+    joint: Mapping[str, JointDrafter] = field(default_factory=dict)  # of several of them, by name
 
     @property
     def parts(self) -> RoundParts:
         """What the rounds need of them."""
-        return RoundParts(self.drafters, self.scorer, self.rule, self.chooser)
+        return RoundParts({**self.drafters, **self.joint}, self.scorer, self.rule, self.chooser)
 
     async def close(self) -> None:
         """End the session at the workers, so that they free its cache."""

@@ -7,8 +7,11 @@ from functools import partial
 from coordinator import metrics
 from coordinator.acceptance import RULES
 from coordinator.capabilities import WorkerCapabilities
-from coordinator.choosing.chooser import PlanChooser, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.draft import DraftLimits, DraftWorkers, OfferedDrafter, SessionDrafter
+from coordinator.joint_drafter import joint_drafters
+from coordinator.joint_names import AND, joint_names
 from coordinator.observing import joined
 from coordinator.running import WorkerHandles
 from coordinator.streams import SessionOpening
@@ -44,13 +47,16 @@ class SessionWorkers:
         observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
         capabilities = self._workers.capabilities
         is_greedy = session.sampling.temperature == 0
+        drafters = self._drafters(session, model, speculation.drafter or "", offered, observed)
+        names = _names(offered, speculation.drafter)
         return WorkerHandles(
             scorer=self._workers.target.open(session, model.vocab_size, observed, capabilities.ask_soon),
-            drafters=self._drafters(session, model, speculation.drafter or "", offered, observed),
+            drafters=drafters,
+            joint=joint_drafters(names, drafters),
             rule=RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN],
             chooser=PlanChooser(
                 self._statistics.for_seed(None if is_greedy else session.sampling.seed),
-                tuple(offered),
+                names,
                 self._max_draft_tokens,
                 speculation.num_draft_tokens,
                 is_greedy=is_greedy,
@@ -80,6 +86,14 @@ class SessionWorkers:
             on_failure = partial(_note_failure, session.session_id)
             drafters[name] = workers.open(session, name or asked, limits, on_failure)
         return drafters
+
+
+def _names(offered: Mapping[str, OfferedDrafter], asked: str | None) -> list[str]:
+    """Return the names to choose among: the one that was asked for, else each drafter's and those of joint ones."""
+    if asked and len(offered) > 1:
+        return [AND.join(offered)]
+    has_model = {name: bool(drafter.model.tokenizer_fingerprint) for name, drafter in offered.items()}
+    return [*offered, *joint_names(has_model)]
 
 
 def _note_failure(session_id: str, error: SpecdecError) -> None:

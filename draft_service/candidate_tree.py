@@ -22,7 +22,7 @@ NUM_MATCHES = 32  # of one index; more find no better drafts
 TOKENS_PER_MATCHING = 4
 UNSEEN = 8.0  # votes; an occurrence with m tokens in common has m * m
 RANK_CHANCES = (0.45, 0.13, 0.07, 0.045, 0.03, 0.025, 0.02, 0.015)  # that a successor of this rank follows
-MIN_CHANCE = 0.01  # a candidate below is not worth its place in the target's forward
+MIN_CHANCE = 0.01  # a candidate below is never worth its place in the target's forward
 
 
 class Continuation(NamedTuple):
@@ -84,20 +84,23 @@ def candidates(continuations: Iterable[Continuation], depth: int, successors: Se
     return [Candidate(token, votes[token] / total, agreeing.get(token, [])) for token in votes]
 
 
-def grow(continuations: list[Continuation], last: int, successors: Successors, num_tokens: int) -> Proposal:
+def grow(
+    continuations: list[Continuation], last: int, successors: Successors, num_tokens: int, stop_below: float = 0.0
+) -> Proposal:
     """Return the tree of the `num_tokens` most promising candidates after a text that ends with `last`.
 
+    Candidates with a chance below `stop_below` are left out, so that a tree is large where much of it will be accepted.
     Siblings are in the order of their chances, candidates of equal chance in the order in which they were found.
     """
     tokens: list[int] = []
     parents: list[int] = []
     waiting: list[tuple[float, int, int, int, Candidate]] = []  # least: -chance, order of arrival, parent, depth
-    num_found = 0
+    num_found, min_chance = 0, max(MIN_CHANCE, stop_below)
 
     def find(position: int, depth: int, chance: float, token: int, agreeing: list[Continuation]) -> None:
         nonlocal num_found
         for candidate in candidates(agreeing, depth, successors(token)):
-            if chance * candidate.chance >= MIN_CHANCE:
+            if chance * candidate.chance >= min_chance:
                 heappush(waiting, (-chance * candidate.chance, num_found, position, depth, candidate))
                 num_found += 1
 

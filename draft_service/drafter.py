@@ -24,6 +24,7 @@ class DraftRequest:
     tokens: Sequence[int]
     num_draft_tokens: int
     observations: Observations | None = None  # at committed tokens, where the drafter asked for them; may be lost
+    stop_below: float = 0.0  # it may stop before a token with less chance of being accepted, decided before the draw
 
     @property
     def committed_length(self) -> int:

@@ -113,7 +113,9 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
     if model.vocab_size:
         messages.check_tokens(message.tokens, model.vocab_size, "propose.tokens")
     observations = _observations(message) if message.HasField("observations") and drafter.observations else None
-    return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens, observations)
+    if not 0 <= message.stop_below <= 1:
+        raise InvalidArgumentError({"propose.stop_below": f"is {message.stop_below}; a chance is 0 to 1"})
+    return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens, observations, message.stop_below)
 
 
 def _observations(message: draft_pb2.Propose) -> Observations:

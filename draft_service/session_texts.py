@@ -58,13 +58,18 @@ class TextDrafter(Generic[TextT]):
         self._num_unchecked = 0  # tokens added since the last count
         self._held: OrderedDict[str, _Held[TextT]] = OrderedDict()  # least recently used first
 
-    def draft(self, session: WorkerSession, text: TextT, num_draft_tokens: int) -> Proposal:
-        """Return a proposal of at most `num_draft_tokens` tokens that continues `text`."""
+    def draft(self, session: WorkerSession, text: TextT, num_draft_tokens: int, stop_below: float = 0.0) -> Proposal:
+        """Return a proposal of at most `num_draft_tokens` tokens that continues `text`.
+
+        It may leave out candidates that are accepted with less than a chance of `stop_below`, by its own judgement.
+        """
         raise NotImplementedError
 
-    async def drafted(self, session: WorkerSession, text: TextT, num_draft_tokens: int) -> Proposal:
+    async def drafted(
+        self, session: WorkerSession, text: TextT, num_draft_tokens: int, stop_below: float = 0.0
+    ) -> Proposal:
         """Return what `draft` returns; a drafter that must wait for it overrides this method in its place."""
-        return self.draft(session, text, num_draft_tokens)
+        return self.draft(session, text, num_draft_tokens, stop_below)
 
     def observe(self, session: WorkerSession, text: TextT, observations: Observations) -> None:
         """Take in what the target observed."""
@@ -86,7 +91,7 @@ class TextDrafter(Generic[TextT]):
             if request.observations:
                 self.observe(session, text, request.observations)
             count = request.num_draft_tokens
-            proposal = await self.drafted(session, text, count) if count else Proposal()
+            proposal = await self.drafted(session, text, count, request.stop_below) if count else Proposal()
         self._evict(SESSION_TOKENS + len(request.tokens))
         return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
 

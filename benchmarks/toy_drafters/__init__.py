@@ -68,7 +68,9 @@ class ToyTreeDrafter(TextDrafter[BigramText]):
         for offset, top in enumerate(observations.top_tokens):
             text.predicted[text.tokens[observations.start + offset]] = int(np.frombuffer(top, "<u4")[0])
 
-    def draft(self, session: WorkerSession, text: BigramText, num_draft_tokens: int) -> Proposal:
+    def draft(
+        self, session: WorkerSession, text: BigramText, num_draft_tokens: int, stop_below: float = 0.0
+    ) -> Proposal:
         """Return a tree. How many children a position gets is decided before any of them is drawn."""
         draws = uniforms(session.seed, len(text.tokens), num_draft_tokens, Purpose.DRAFT)
         tokens: list[int] = []

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from specdec.types import MAX_DRAFT_TOKENS
 
-DECAY = 0.97  # of a round's weight, a round
+DECAY = 0.985  # of a round's weight in its session, a round
+SHARED_DECAY = 0.998  # and in what all sessions saw: some tens of sessions
 PRIOR_ROUNDS = 4.0  # what is assumed of a drafter counts as much as this many rounds
-SESSION_PRIOR_ROUNDS = 8.0  # and so does what other sessions saw
+SESSION_PRIOR_ROUNDS = 12.0  # and so does what other sessions saw
 FIRST_PRIOR = 0.7  # of the first node
 NEXT_PRIOR = 0.8  # of a node, as a fraction of the node before it
 MAX_NEXT = 0.98
@@ -35,11 +36,12 @@ class NodeCounts:
     asked: Floats = field(default_factory=_zeros)
     drafted: Floats = field(default_factory=_zeros)
     accepted: Floats = field(default_factory=_zeros)
+    decay: float = DECAY
 
     def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
         """Add one round; `path` has the accepted nodes."""
         for counts in (self.asked, self.drafted, self.accepted):
-            counts[:num_asked] *= DECAY
+            counts[:num_asked] *= self.decay
         self.asked[:num_asked] += 1
         self.drafted[: min(num_asked, num_drafted)] += 1
         self.accepted[[node for node in path if node < num_asked]] += 1
@@ -49,7 +51,7 @@ class AcceptanceHistory:
     """One drafter's proposals over all sessions."""
 
     def __init__(self) -> None:
-        self._counts = NodeCounts()
+        self._counts = NodeCounts(decay=SHARED_DECAY)
         self.accept_probs = self._accept_probs()  # [MAX_DRAFT_TOKENS]
         self.draft_probs = np.ones(MAX_DRAFT_TOKENS)  # that a node which is asked for is drafted
 

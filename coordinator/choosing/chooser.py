@@ -1,130 +1,31 @@
 """Chooses drafter and number of draft tokens of each round: the plan with the most expected tokens a second.
 
 The choice is made before the round draws anything, and each round has fresh randomness, so it may depend on all earlier
-rounds without changing the distribution. Plans other than the best one are tried now and then; the time that trials
-lose stays below EXPLORATION_SHARE of all time.
+rounds without changing the distribution. What other drafters would have had accepted is seen in proposals that no round
+uses, asked for while the target scores. Plans other than the best one are tried now and then; the time that trials lose
+stays below a share of all time.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from coordinator.choosing.acceptance_history import AcceptanceHistory, SessionAcceptance
-from coordinator.choosing.costs import Costs, Counts
+from coordinator.choosing.acceptance_history import SessionAcceptance
+from coordinator.choosing.comparisons import Comparisons, Unused, is_chosen
+from coordinator.choosing.costs import Counts
+from coordinator.choosing.plans import PLAIN, DraftPlan, Estimate, RoundOutcome, Trial
+from coordinator.choosing.shared_statistics import SharedStatistics
+from specdec.exact.values import Proposal
 from specdec.types import MAX_DRAFT_TOKENS
 
 LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, *range(32, MAX_DRAFT_TOKENS + 1, 8)])
 PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.05  # speculation must promise this speed-up, so that it does not alternate with plain decoding
-EXPLORATION_SHARE = 0.01  # of the time
-MAX_SEEDS = 100_000  # remembered; what older sessions accepted has decayed
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPlan:
-    """How a round drafts."""
-
-    drafter: str | None = None  # None: nobody drafts
-    num_draft_tokens: int = 0
-
-
-PLAIN = DraftPlan()
-
-
-@dataclass(frozen=True, slots=True)
-class RoundOutcome:
-    """What a round drafted, accepted and cost."""
-
-    plan: DraftPlan
-    num_drafted: int
-    path: Sequence[int]  # accepted nodes
-    draft_s: float
-    score_s: float
-    num_sessions: int = 1  # at the target worker, waiting or in the forward
-    has_prefill: bool = False  # a worker had to read more than a round's tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What a plan promises."""
-
-    plan: DraftPlan
-    num_tokens: float
-    seconds: float
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second."""
-        return self.num_tokens / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """A round with another plan than the best one."""
-
-    plan: DraftPlan
-    best: Estimate
-    had_prefill: bool = False  # so that it measured no cost
-    is_repeated: bool = False
-
-
-@dataclass(slots=True)
-class Exploration:
-    """Keeps the time that is lost by trying other plans than the best one below a share of all time."""
-
-    _total_s: float = 0.0
-    _lost_s: float = 0.0
-    _num_trials: int = 0
-    _tried: dict[str | None, int] = field(default_factory=dict)  # by drafter: its last trial
-
-    def affords(self, loss_s: float) -> bool:
-        """Return whether a trial that is expected to lose so much stays within the share."""
-        return self._lost_s + loss_s <= EXPLORATION_SHARE * self._total_s
-
-    def least_recent(self, plans: Iterable[DraftPlan]) -> DraftPlan | None:
-        """Return the plan whose drafter was tried least recently."""
-        return min(plans, key=lambda plan: self._tried.get(plan.drafter, 0), default=None)
-
-    def begin(self, plan: DraftPlan) -> None:
-        """Note a trial."""
-        self._num_trials += 1
-        self._tried[plan.drafter] = self._num_trials
-
-    def observe(self, elapsed_s: float, lost_s: float = 0.0) -> None:
-        """Add a round; `lost_s` is how much longer a trial took than the best plan would have."""
-        self._total_s += elapsed_s
-        self._lost_s = max(0.0, self._lost_s + lost_s)
-
-
-class SharedStatistics:
-    """What all sessions of a coordinator have measured."""
-
-    def __init__(self, costs: Costs | None = None) -> None:
-        self.costs = costs or Costs()
-        self.exploration = Exploration()
-        self._acceptance: dict[tuple[str, bool], AcceptanceHistory] = {}
-        self._seeds: dict[int, None] = {}  # in the order in which they came
-
-    def acceptance(self, drafter: str, is_greedy: bool) -> AcceptanceHistory:
-        """Return a drafter's history over greedy, or over sampled, sessions."""
-        return self._acceptance.setdefault((drafter, is_greedy), AcceptanceHistory())
-
-    def for_seed(self, seed: int | None) -> "SharedStatistics":
-        """Return what a session may learn from; `seed` is None for a greedy one, whose text no draw decides.
-
-        Two sessions with one seed make the same draws: a choice made by what those draws accepted in the first would
-        depend on the second's own future draws. So a seed's second session shares nothing but costs.
-        """
-        return SharedStatistics(self.costs) if seed is not None and self._is_repeated(seed) else self
-
-    def _is_repeated(self, seed: int) -> bool:
-        """Return whether a session had this seed before, and note it."""
-        is_repeated = self._seeds.pop(seed, False) is None
-        self._seeds[seed] = None
-        if len(self._seeds) > MAX_SEEDS:
-            del self._seeds[next(iter(self._seeds))]
-        return is_repeated
+MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
+COMPARED_LENGTH = 16  # draft tokens of a proposal that no round uses
+COMPARED_COST = 0.5  # it may take this fraction of the time in which the target scores
+ROUNDS_PER_COMPARISON = 2  # of one session, times the sessions at the target worker
 
 
 class PlanChooser:
@@ -143,6 +44,9 @@ class PlanChooser:
         self._maximum = maximum if num_draft_tokens is None else num_draft_tokens
         self._is_fixed = num_draft_tokens is not None
         self._trial: Trial | None = None  # the last round, if it was one
+        self._comparisons = Comparisons()
+        self._next_compared = list(drafters)  # drafters whose unused proposals can be compared, in turn
+        self._num_rounds = 0
 
     def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
         """Return the plan of a round that may commit at most `remaining_tokens` tokens, one of which closes it.
@@ -155,7 +59,7 @@ class PlanChooser:
         if self._trial and self._trial.had_prefill and not self._trial.is_repeated:
             self._trial = replace(self._trial, is_repeated=True)
             if self._trial.plan.drafter in drafters and self._trial.plan.num_draft_tokens <= maximum:
-                return self._trial.plan
+                return self._priced(self._trial.plan, self._trial.best)
         self._trial = None
         if not drafters or not maximum:
             return PLAIN
@@ -166,8 +70,40 @@ class PlanChooser:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
 
+    def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
+        """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""
+        if self._num_rounds % (ROUNDS_PER_COMPARISON * self._costs.num_sessions):
+            return None
+        others = set(available) - {chosen.drafter}
+        name = next((name for name in self._next_compared if name in others and self._is_hidden(name)), None)
+        if name is None:
+            return None
+        self._next_compared.remove(name)
+        self._next_compared.append(name)
+        return replace(chosen, drafter=name, num_draft_tokens=min(COMPARED_LENGTH, self._maximum))
+
+    def _is_hidden(self, drafter: str) -> bool:
+        """Return whether a drafter is known to answer well before the target does."""
+        if not self._costs.has_measured(drafter):
+            return False
+        return float(self._costs.draft_s(drafter, COMPARED_LENGTH)) < COMPARED_COST * float(self._costs.score_s(0))
+
+    def observe_unused(self, plan: DraftPlan, proposal: Proposal, base_length: int) -> None:
+        """Add a proposal that no round used, drafted after `base_length` tokens; drawn ones cannot be compared."""
+        if is_chosen(proposal):
+            self._comparisons.add(Unused(plan, proposal, base_length))
+        elif plan.drafter in self._next_compared:
+            self._next_compared.remove(plan.drafter)
+
+    def settle(self, committed: Sequence[int]) -> None:
+        """Learn from unused proposals what of them is now committed."""
+        for plan, num_drafted, path in self._comparisons.settled(committed):
+            if plan.drafter is not None:
+                self._acceptance[plan.drafter].observe(plan.num_draft_tokens, num_drafted, path)
+
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round."""
+        self._num_rounds += 1
         plan, elapsed_s = outcome.plan, outcome.draft_s + outcome.score_s
         if plan.drafter is not None:
             self._acceptance[plan.drafter].observe(plan.num_draft_tokens, outcome.num_drafted, outcome.path)
@@ -175,7 +111,7 @@ class PlanChooser:
             if plan.drafter is not None:
                 self._costs.observe_draft(plan.drafter, plan.num_draft_tokens, outcome.draft_s)
             self._costs.age_unused(name for name in self._acceptance if name != plan.drafter)
-            self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions)
+            self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions, plan.drafter)
         if self._trial:
             self._trial = replace(self._trial, had_prefill=outcome.has_prefill)
             self._exploration.observe(elapsed_s, elapsed_s - (len(outcome.path) + 1) / self._trial.best.speed)
@@ -196,7 +132,13 @@ class PlanChooser:
             if estimate.plan != best.plan
         }
         losses |= {self._probe(name, maximum): plain.seconds for name in forgotten}
-        return self._tried(best, losses) or best.plan
+        return self._priced(self._tried(best, losses) or best.plan, best)
+
+    def _priced(self, plan: DraftPlan, best: Estimate) -> DraftPlan:
+        """Return a plan with what another draft token costs, in tokens that the best plan yields in that time."""
+        if plan.drafter is None or self._is_fixed:
+            return plan
+        return replace(plan, stop_below=min(best.speed * self._costs.slope_s(plan.drafter), MAX_STOP_BELOW))
 
     def _tried(self, best: Estimate, losses: Mapping[DraftPlan, float]) -> DraftPlan | None:
         """Return a plan to try, if one is affordable; `losses` are the seconds that each is expected to lose."""
@@ -216,7 +158,7 @@ class PlanChooser:
         """Return the drafter's best plan with one of these numbers of draft tokens."""
         acceptance = self._acceptance[drafter]
         tokens, drafted = acceptance.expected_tokens()[lengths], acceptance.expected_drafted()[lengths]
-        seconds = self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted)
+        seconds = self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted, drafter)
         best = int(np.argmax(tokens / seconds))
         return Estimate(DraftPlan(drafter, int(lengths[best])), float(tokens[best]), float(seconds[best]))
 

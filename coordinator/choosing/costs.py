@@ -1,4 +1,4 @@
-"""What rounds cost: seconds of drafting by drafter, and of scoring by the target worker's load."""
+"""What rounds cost: seconds of drafting by drafter, and of scoring by drafter and by the target worker's load."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ UNUSED_DECAY = 0.99  # of a drafter's costs, a round that could have used it and
 FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 350 to 600 rounds after the last observation
 NUM_TRUSTED = 3  # observations that make a fit known; among the first ones, a first call may have been slow
 SLOW_START = 2.0  # an early observation that is so many times faster than the fit replaces it
+MAX_OUTLIER = 4.0  # a round that took more times what was expected counts as this many times
 PRIOR_SLOPE = 0.03  # scoring one more token costs this fraction of a forward, until measured
 
 
@@ -43,11 +44,13 @@ class DecayedLinearFit:
         """Whether there were enough observations, and any of them still counts."""
         return self.is_trusted and self._weight > FORGOTTEN
 
-    def observe(self, k: float, seconds: float) -> None:
+    def observe(self, k: float, seconds: float, decay: float = DECAY) -> None:
         """Add one round."""
         if self._weight <= FORGOTTEN or (not self.is_trusted and SLOW_START * seconds < self.predict(k)):
             self.age(0.0)
-        self.age()
+        if self.is_known:
+            seconds = min(seconds, MAX_OUTLIER * float(self.predict(k)))
+        self.age(decay)
         self._num_observed += 1
         self._weight += 1
         self._k, self._kk = self._k + k, self._kk + k * k
@@ -58,17 +61,25 @@ class DecayedLinearFit:
         self._weight, self._k, self._kk = decay * self._weight, decay * self._k, decay * self._kk
         self._s, self._ks = decay * self._s, decay * self._ks
 
-    def predict(self, k: float | Floats | Counts) -> Floats:
-        """Return the expected seconds, more than 0, in the shape of `k`."""
+    def scale(self, factor: float) -> None:
+        """Expect all seconds to be so many times as long."""
+        self._s, self._ks = factor * self._s, factor * self._ks
+
+    def slope(self) -> float:
+        """Return the expected seconds of one more token."""
         mean_k, mean_s = self._k / self._weight, self._s / self._weight
         spread = self._kk / self._weight - mean_k**2
         covariance = self._ks / self._weight - mean_k * mean_s
-        slope = max((covariance + self.prior_slope(mean_k, mean_s)) / (spread + 1), 0.0)
-        return np.maximum(mean_s + slope * (np.asarray(k) - mean_k), 0.1 * mean_s)
+        return max((covariance + self.prior_slope(mean_k, mean_s)) / (spread + 1), 0.0)
+
+    def predict(self, k: float | Floats | Counts) -> Floats:
+        """Return the expected seconds, more than 0, in the shape of `k`."""
+        mean_k, mean_s = self._k / self._weight, self._s / self._weight
+        return np.maximum(mean_s + self.slope() * (np.asarray(k) - mean_k), 0.1 * mean_s)
 
 
 def _draft_fit() -> DecayedLinearFit:
-    return DecayedLinearFit(lambda k, s: s / k if k else s)
+    return DecayedLinearFit(lambda k, s: 0.5 * s / k if k else s)
 
 
 def _score_fit() -> DecayedLinearFit:
@@ -76,17 +87,45 @@ def _score_fit() -> DecayedLinearFit:
 
 
 @dataclass(slots=True)
+class ScoreCosts:
+    """Seconds of scoring at one load: of all rounds, and by drafter, as a drafter at work may slow the target down."""
+
+    _all: DecayedLinearFit = field(default_factory=_score_fit)
+    _by_drafter: dict[str | None, DecayedLinearFit] = field(default_factory=dict)  # None: rounds without a draft
+
+    def of(self, drafter: str | None) -> DecayedLinearFit:
+        """Return the fit of a drafter's rounds, that of all rounds while those are too few."""
+        fit = self._by_drafter.get(drafter)
+        return fit if fit and fit.is_trusted else self._all
+
+    def observe(self, drafter: str | None, num_tokens: float, seconds: float, decay: float) -> None:
+        """Add one round. A round that was slower than expected makes those of other drafters expected slower, too."""
+        own = self._by_drafter.setdefault(drafter, _score_fit())
+        if own.is_trusted:
+            ratio = min(seconds / float(own.predict(num_tokens)), MAX_OUTLIER)
+            for fit in self._by_drafter.values():
+                if fit is not own:
+                    fit.scale(1 + (1 - decay) * (ratio - 1))
+        own.observe(num_tokens, seconds, decay)
+        self._all.observe(num_tokens, seconds, decay)
+
+
+@dataclass(slots=True)
 class Costs:
     """The cost of rounds in seconds, learned over all sessions of a coordinator.
 
     Scoring costs are kept apart by the target worker's load (in powers of two of its sessions), so that a change of
-    load changes the choice at once. A drafter's cost is forgotten while nobody uses it, and then measured again: one
-    slow round must not disable it.
+    load changes the choice at once. A forward scores the draft tokens of all waiting sessions together, and all of them
+    wait for it: so costs are learned by the draft tokens in the whole forward, and a plan is charged as if every
+    session at the worker chose it. A plan that was not used for a while is not preferred because the machine has become
+    slower since. A drafter's cost is forgotten while nobody uses it, and then
+    measured again: one slow round must not disable it.
     """
 
     _draft: dict[str, DecayedLinearFit] = field(default_factory=dict)  # by drafter
-    _score: dict[int, DecayedLinearFit] = field(default_factory=dict)  # by load level
-    _load_level: int = 1
+    _score: dict[int, ScoreCosts] = field(default_factory=dict)  # by load level
+    num_sessions: int = 1  # at the target worker, in the last round
+    _mean_drafted: float = 0.0  # draft tokens of a round, lately
 
     def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
         """Add one round's drafting."""
@@ -98,15 +137,20 @@ class Costs:
             if name in self._draft:
                 self._draft[name].age(UNUSED_DECAY)
 
-    def observe_score(self, num_draft_tokens: int, seconds: float, num_sessions: int = 1) -> None:
+    def observe_score(
+        self, num_draft_tokens: int, seconds: float, num_sessions: int = 1, drafter: str | None = None
+    ) -> None:
         """Add one round's scoring; `num_sessions` are the target worker's, waiting or in the forward."""
-        self._load_level = num_sessions.bit_length()
-        self._score.setdefault(self._load_level, _score_fit()).observe(num_draft_tokens, seconds)
+        self.num_sessions = num_sessions
+        num_together = num_draft_tokens + (num_sessions - 1) * self._mean_drafted
+        self._mean_drafted += (num_draft_tokens - self._mean_drafted) / num_sessions
+        costs = self._score.setdefault(num_sessions.bit_length(), ScoreCosts())
+        costs.observe(drafter, num_together, seconds, DECAY ** (1 / num_sessions))
 
     @property
     def knows_scoring(self) -> bool:
         """Whether a round was scored at the current load."""
-        return self._load_level in self._score
+        return self.num_sessions.bit_length() in self._score
 
     def has_measured(self, drafter: str) -> bool:
         """Whether the drafter's cost was measured often enough, however long ago."""
@@ -116,10 +160,18 @@ class Costs:
         """Whether the drafter's cost is known and recent."""
         return drafter in self._draft and self._draft[drafter].is_known
 
-    def draft_s(self, drafter: str, num_asked: Counts) -> Floats:
+    def draft_s(self, drafter: str, num_asked: int | Counts) -> Floats:
         """Return the expected seconds of drafting, in the shape of `num_asked`."""
         return self._draft[drafter].predict(num_asked)
 
-    def score_s(self, num_draft_tokens: float | Floats) -> Floats:
+    def score_s(self, num_draft_tokens: float | Floats, drafter: str | None = None) -> Floats:
         """Return the expected seconds of scoring at the current load, in the shape of `num_draft_tokens`."""
-        return self._score[self._load_level].predict(num_draft_tokens)
+        return self._scoring(drafter).predict(self.num_sessions * np.asarray(num_draft_tokens))
+
+    def slope_s(self, drafter: str) -> float:
+        """Return the expected seconds of one more draft token of every session, drafted and scored."""
+        score_s = self.num_sessions * self._scoring(drafter).slope()
+        return score_s + (self._draft[drafter].slope() if self.has_measured(drafter) else 0.0)
+
+    def _scoring(self, drafter: str | None) -> DecayedLinearFit:
+        return self._score[self.num_sessions.bit_length()].of(drafter)

@@ -90,7 +90,9 @@ class NgramDrafter(TextDrafter[SuffixIndex]):
     def __init__(self, shortest: int, longest: int, max_held_tokens: int = MAX_HELD_TOKENS) -> None:
         super().__init__("ngram", lambda: SuffixIndex(shortest, longest), max_held_tokens)
 
-    def draft(self, session: WorkerSession, text: SuffixIndex, num_draft_tokens: int) -> Proposal:
+    def draft(
+        self, session: WorkerSession, text: SuffixIndex, num_draft_tokens: int, stop_below: float = 0.0
+    ) -> Proposal:
         """Return a chain of at most `num_draft_tokens` tokens."""
         tokens = tuple(text.continuation(num_draft_tokens))
         return Proposal(tokens, tuple(map(one_hot, tokens)))

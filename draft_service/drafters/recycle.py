@@ -121,7 +121,9 @@ class RecycleDrafter(TextDrafter[RecycledText]):
             if table:
                 table.report(text.tokens[position], Report(top, draws))
 
-    def draft(self, session: WorkerSession, text: RecycledText, num_draft_tokens: int) -> Proposal:
+    def draft(
+        self, session: WorkerSession, text: RecycledText, num_draft_tokens: int, stop_below: float = 0.0
+    ) -> Proposal:
         """Return a tree of at most `num_draft_tokens` tokens."""
         table, draws = self._table(session), draws_of(session)
 
@@ -129,7 +131,7 @@ class RecycleDrafter(TextDrafter[RecycledText]):
             report = text.successors(token) or (table and table.successors(token, draws))
             return unpacked(report) if report else ()
 
-        return grow(found_before(text, num_draft_tokens), text.tokens[-1], successors, num_draft_tokens)
+        return grow(found_before(text, num_draft_tokens), text.tokens[-1], successors, num_draft_tokens, stop_below)
 
     def _table(self, session: WorkerSession) -> SharedTable | None:
         """Return the table that the session shares with others, if any."""

@@ -45,13 +45,15 @@ class SuffixDrafter(TextDrafter[ContextIndex]):
         self._finished_texts = finished
         self._corpora = [corpus] if corpus else []
 
-    def draft(self, session: WorkerSession, text: ContextIndex, num_draft_tokens: int) -> Proposal:
+    def draft(
+        self, session: WorkerSession, text: ContextIndex, num_draft_tokens: int, stop_below: float = 0.0
+    ) -> Proposal:
         """Return a tree of at most `num_draft_tokens` tokens."""
         context = text.context()
         continuations = found_before(text, num_draft_tokens)
         for other in [*self._finished_texts.visible_to(session), *self._corpora]:
             continuations += found_in(other, context, num_draft_tokens)
-        return grow(continuations, text.tokens[-1], no_successors, num_draft_tokens)
+        return grow(continuations, text.tokens[-1], no_successors, num_draft_tokens, stop_below)
 
     def finished(self, session: WorkerSession, text: ContextIndex) -> None:
         """Keep the text for others."""

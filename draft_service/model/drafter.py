@@ -11,6 +11,7 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
@@ -32,12 +33,32 @@ class Ahead:
     accepted: tuple[int, ...]  # draft tokens of the round before, as far as `request` does not have them
     request: DraftRequest
     proposal: Proposal
+    chances: tuple[float, ...]  # of its tokens, when each was about to be drawn
+    stopped_chance: float | None  # of the token before which it stopped; None: it was interrupted, or is whole
 
     def answers(self, session: WorkerSession, request: DraftRequest) -> bool:
         """Return whether this is the requested round: the same text, whatever part of it the request repeats."""
         if session != self.session or request.committed_length != self.request.committed_length:
             return False
         return [*self.accepted, *self.request.tokens][-len(request.tokens) :] == list(request.tokens)
+
+    def begun(self, request: DraftRequest) -> "Begun":
+        """Return as much of it as the request would have drawn, which may stop elsewhere than was expected."""
+        likely = sum(1 for _ in takewhile(lambda chance: chance >= request.stop_below, self.chances))
+        size = min(likely, request.num_draft_tokens)
+        has_stopped = self.stopped_chance is not None and self.stopped_chance < request.stop_below
+        is_whole = size == request.num_draft_tokens or size < len(self.chances) or has_stopped
+        proposal = Proposal(self.proposal.tokens[:size], self.proposal.distributions[:size])
+        return Begun(proposal, self.chances[size - 1] if size else 1.0, is_whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The beginning of a round that was drafted ahead."""
+
+    proposal: Proposal = NOTHING
+    chance: float = 1.0  # of its last token
+    is_whole: bool = False  # there is nothing to add
 
 
 class ModelDrafter:
@@ -62,10 +83,10 @@ class ModelDrafter:
         self._num_asking += 1  # interrupts drafting ahead
         try:
             begun = await self._begun(session, request)
-            if request.num_draft_tokens and len(begun) == request.num_draft_tokens:
-                proposal, timings = begun, TaskTimes(total_s=time.perf_counter() - began_s)
+            if request.num_draft_tokens and begun.is_whole:
+                proposal, timings = begun.proposal, TaskTimes(total_s=time.perf_counter() - began_s)
             else:
-                task = ProposeTask(session, request, match, begun)
+                task = ProposeTask(session, request, match, begun.proposal, begun_chance=begun.chance)
                 proposal, timings = await run_task(self._engine, task), task.timings
         except CacheMiss as miss:
             return DraftResult(NOTHING, miss.cached_len)
@@ -80,16 +101,15 @@ class ModelDrafter:
         room = max(0, self.model.context_length + 1 - request.committed_length)
         return replace(request, num_draft_tokens=min(request.num_draft_tokens, room))
 
-    async def _begun(self, session: WorkerSession, request: DraftRequest) -> Proposal:
+    async def _begun(self, session: WorkerSession, request: DraftRequest) -> Begun:
         """Return what was drafted ahead of this round; it is used at most once."""
         _, running = self._ahead.pop(session.session_id, (None, None))
         ahead = await running if running else None
         if ahead is None:
-            return NOTHING
+            return Begun()
         hit = ahead.answers(session, request)
         count_ahead(hit)
-        tokens, drawn_from = ahead.proposal.tokens, ahead.proposal.distributions
-        return Proposal(tokens[: request.num_draft_tokens], drawn_from[: request.num_draft_tokens]) if hit else NOTHING
+        return ahead.begun(request) if hit else Begun()
 
     def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
         """Draft the round that would follow `proposal`, unless a request is waiting. Returns at once."""
@@ -107,11 +127,12 @@ class ModelDrafter:
             guessing = DraftRequest(start, [last], 1)
             task: ProposeTask = GuessTask(session, guessing, match=False, num_committed=num_committed)
             guess: Proposal = await self._engine.run(task)
-            following = self._within_context(DraftRequest(start, [last, *guess.tokens], request.num_draft_tokens))
+            following = self._within_context(replace(request, start=start, tokens=[last, *guess.tokens]))
             if following.num_draft_tokens and not self._is_asked():
                 asked = self._is_asked
                 task = ProposeTask(session, following, match=False, interrupted=asked, num_committed=num_committed)
-                return Ahead(session, tuple(accepted), following, await self._engine.run(task))
+                drafted = await self._engine.run(task)
+                return Ahead(session, tuple(accepted), following, drafted, tuple(task.chances), task.stopped_chance)
         return None
 
     def _is_asked(self) -> bool:

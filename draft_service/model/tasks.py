@@ -14,6 +14,7 @@ from specdec.exact.values import Proposal, SparseDistribution
 from specdec.serving.session_stream import WorkerSession
 
 NOTHING = Proposal()
+CONFIDENCE_EXPONENT = 0.35  # fitted on the demo pair, at temperatures 0 and 1: a draft is right more often than it says
 
 
 class ProposeTask(Task[Proposal]):
@@ -21,6 +22,9 @@ class ProposeTask(Task[Proposal]):
 
     It goes on from `begun`, what was drafted of the round before, and ends early, with at least one more token, once
     `interrupted` returns True. `num_committed` is less than the request's length where the request is a guess.
+
+    It stops before a token that is reached and accepted with a chance below the request's `stop_below`, as far as the
+    draft's confidence tells: the distributions after the tokens drawn so far decide, never a token that is left out.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class ProposeTask(Task[Proposal]):
         begun: Proposal = NOTHING,
         interrupted: Callable[[], bool] = lambda: False,
         num_committed: int | None = None,
+        begun_chance: float = 1.0,
     ) -> None:
         super().__init__(
             session.session_id,
@@ -46,7 +51,9 @@ class ProposeTask(Task[Proposal]):
         self.uniforms = uniforms(session.seed, request.committed_length, request.num_draft_tokens, Purpose.DRAFT)
         self.drawn: list[int] = []
         self.distributions: list[SparseDistribution] = []
-        self._begun = begun
+        self.chances: list[float] = []  # of each token drawn here, when it was about to be drawn
+        self.stopped_chance: float | None = None  # of the token before which it stopped
+        self._begun, self._begun_chance = begun, begun_chance
         self._interrupted = interrupted
         self._is_ahead = num_committed is not None
 
@@ -58,6 +65,7 @@ class ProposeTask(Task[Proposal]):
     def prepare(self) -> None:
         """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""
         self.drawn, self.distributions = list(self._begun.tokens), list(self._begun.distributions)
+        self.chances, self.stopped_chance = [], None
         super().prepare()
         if not self.tokens:
             self.finish(NOTHING)
@@ -70,8 +78,17 @@ class ProposeTask(Task[Proposal]):
         text, num_prompt = self.sequence.tokens, self.session.num_prompt_tokens
         return SamplingContext(sampling, text[:num_prompt], text[num_prompt:])
 
-    def draw_from(self, distribution: SparseDistribution) -> None:
-        """Draw a token and continue with it, or finish with the K-th, whose state is not needed."""
+    def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
+        """Draw a token and continue with it, or finish with the K-th, whose state is not needed.
+
+        `confidence` is the chance that the token is accepted, which depends on nothing but the tokens before it.
+        """
+        chance = confidence * (self.chances[-1] if self.chances else self._begun_chance)
+        if chance < self.request.stop_below:
+            self.stopped_chance = chance
+            self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
+            return
+        self.chances.append(chance)
         token = draw(distribution, self.uniforms[len(self.drawn)])
         self.drawn.append(token)
         self.distributions.append(distribution)
@@ -91,7 +108,7 @@ class GuessTask(ProposeTask):
     It draws nothing and consumes no key.
     """
 
-    def draw_from(self, distribution: SparseDistribution) -> None:
+    def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
         """End with the most probable token."""
         _, token = max(zip(distribution.probs, distribution.token_ids, strict=True))
         self.finish(Proposal((token,), (distribution,)))
@@ -117,12 +134,22 @@ class DraftProcessor:
         contexts = [task.context() for task in drafting]
         logits = self.in_target_ids(logits)
         distributions = draft_distributions(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
-        for task, distribution in zip(drafting, distributions, strict=True):
+        for task, distribution, confidence in zip(drafting, distributions, confidences(logits), strict=True):
             if distribution.token_ids:
-                task.draw_from(distribution)
+                task.draw_from(distribution, confidence)
             else:
                 task.fail(NonFiniteLogitsError("the draft model's logits for this session are not finite"))
 
     def in_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] by the target's token ids, which are the model's."""
         return logits
+
+def confidences(logits: torch.Tensor) -> list[float]:
+    """Return the chances that the next draft tokens are accepted, from logits [N, V] before any sampling parameters.
+
+    A draft's largest probability tells how sure it is, also where temperature 0 leaves its distribution one-hot (Li et
+    al. 2024, "EAGLE-2", section 4: confidence and acceptance go together).
+    """
+    logits = logits.float()
+    largest = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
+    return (largest**CONFIDENCE_EXPONENT).tolist()

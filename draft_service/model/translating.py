@@ -81,20 +81,24 @@ class TranslatingDrafter(TextDrafter[ReencodedText]):
         self._engine = engine
         self._vocabulary = vocabulary
 
-    async def drafted(self, session: WorkerSession, text: ReencodedText, num_draft_tokens: int) -> Proposal:
+    async def drafted(
+        self, session: WorkerSession, text: ReencodedText, num_draft_tokens: int, stop_below: float = 0.0
+    ) -> Proposal:
         """Return a chain of at most K tokens, fewer where the draft's context ends."""
+        request = DraftRequest(text.num_sent, (), num_draft_tokens, stop_below=stop_below)
         try:
-            return await self._drafted_from(text.num_sent, session, text, num_draft_tokens)
+            return await self._drafted(session, text, request)
         except CacheMiss:
-            return await self._drafted_from(0, session, text, num_draft_tokens)
+            return await self._drafted(session, text, replace(request, start=0))
 
-    async def _drafted_from(self, start: int, session: WorkerSession, text: ReencodedText, most: int) -> Proposal:
-        """Feed the text's draft tokens from `start` on, and draft. Raises CacheMiss."""
-        tokens = text.draft_tokens(start)
-        count = min(most, self._context_length + 1 - start - len(tokens))
+    async def _drafted(self, session: WorkerSession, text: ReencodedText, request: DraftRequest) -> Proposal:
+        """Feed the text's draft tokens from the request's start on, and draft. Raises CacheMiss."""
+        start, tokens = request.start, text.draft_tokens(request.start)
+        count = min(request.num_draft_tokens, self._context_length + 1 - start - len(tokens))
         if count < 1 or not start + len(tokens):
             return Proposal()
-        task = TranslatedTask(session, DraftRequest(start, tokens, count), list(text.tokens), self._vocabulary)
+        given = replace(request, tokens=tokens, num_draft_tokens=count)
+        task = TranslatedTask(session, given, list(text.tokens), self._vocabulary)
         proposal: Proposal = await run_task(self._engine, task)
         text.num_sent = text.num_finished
         METRICS.observe_round(len(proposal), task.timings)

@@ -2,23 +2,20 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from coordinator.choosing.acceptance_history import AcceptanceHistory, SessionAcceptance
-from coordinator.choosing.chooser import (
-    PLAIN,
-    PROBE_LENGTH,
-    DraftPlan,
-    Exploration,
-    PlanChooser,
-    RoundOutcome,
-    SharedStatistics,
-)
+from coordinator.choosing.chooser import PROBE_LENGTH, PlanChooser
+from coordinator.choosing.comparisons import Comparisons, Unused
 from coordinator.choosing.costs import Costs
+from coordinator.choosing.exploration import Exploration
+from coordinator.choosing.plans import PLAIN, DraftPlan, RoundOutcome
+from coordinator.choosing.shared_statistics import SharedStatistics
+from specdec.exact.values import Proposal, SparseDistribution, one_hot
 
 MAXIMUM = 32
 ROOM = 1000
@@ -32,6 +29,11 @@ class Drafter:
     rate: float  # that a draft token of a chain passes
     draft: float  # cost of a draft token
     overhead: float = 0.0  # cost of a call
+    is_compared: bool = False  # it draws nothing, so that what it would have had accepted can be seen in the text
+
+    def num_passed(self, k: int, source: random.Random) -> int:
+        """Accepted tokens of a round."""
+        return next((index for index in range(k) if source.random() >= self.rate), k)
 
     def tokens(self, k: int) -> float:
         """Mean tokens of a round (Leviathan et al. 2023, equation 1)."""
@@ -77,13 +79,31 @@ def simulate(
             chooser = PlanChooser(shared, list(drafters), MAXIMUM, fixed)
         plan = chooser.choose(ROOM)
         k, drafter = plan.num_draft_tokens, drafters.get(plan.drafter or "", Drafter(0, 0))
-        passed = next((index for index in range(k) if source.random() >= drafter.rate), k)
+        passed = drafter.num_passed(k, source)
+        compare(chooser, drafters, plan, source)
         draft_s = drafter.draft_s(k) * source.uniform(0.9, 1.1)
         score_s = (1 + slope * k) * source.uniform(0.9, 1.1)
         chooser.observe(RoundOutcome(plan, k, range(passed), draft_s, score_s))
         num_tokens, elapsed_s = num_tokens + passed + 1, elapsed_s + draft_s + score_s
         plans.append(plan)
     return Simulated(num_tokens / elapsed_s, plans)
+
+
+RIGHT, WRONG = 1, 0  # tokens
+
+
+def compare(chooser: PlanChooser, drafters: Mapping[str, Drafter], chosen: DraftPlan, source: random.Random) -> None:
+    """Answer for the drafter that is asked while the target scores; the text goes on with right tokens only."""
+    plan = chooser.choose_compared(chosen, [name for name in drafters if drafters[name].is_compared])
+    if plan:
+        k = plan.num_draft_tokens
+        tokens = (RIGHT,) * drafters[plan.drafter or ""].num_passed(k, source) + (WRONG,) * k
+        chooser.observe_unused(plan, chain_of(tokens[:k]), base_length=0)
+        chooser.settle([RIGHT] * MAXIMUM)
+
+
+def chain_of(tokens: Sequence[int]) -> Proposal:
+    return Proposal(tuple(tokens), tuple(map(one_hot, tokens)))
 
 
 DRAFTERS = [
@@ -129,16 +149,67 @@ def test_the_best_drafter_is_found(session_rounds: int) -> None:
     assert simulated.share("model") > 0.85
 
 
-def test_a_change_of_text_changes_the_drafter() -> None:
-    """The text becomes repetitive in mid-session, then stops being so."""
+@pytest.mark.parametrize(("is_compared", "share"), [(False, 0.65), (True, 0.9)])
+def test_a_change_of_text_changes_the_drafter(is_compared: bool, share: float) -> None:
+    """The text becomes repetitive in mid-session, then stops being so; sooner noticed where drafters are compared."""
     shared = SharedStatistics()
     before, during = (
-        {"a": Drafter(0.6, 0.05), "b": Drafter(0.1, 0.05)},
-        {"a": Drafter(0.1, 0.05), "b": Drafter(0.9, 0.05)},
+        {"a": Drafter(0.6, 0.05, 0, is_compared), "b": Drafter(0.1, 0.05, 0, is_compared)},
+        {"a": Drafter(0.1, 0.05, 0, is_compared), "b": Drafter(0.9, 0.05, 0, is_compared)},
     )
     simulate(before, shared=shared)
-    assert simulate(during, shared=shared).share("b") > 0.8
-    assert simulate(before, shared=shared).share("a") > 0.8
+    assert simulate(during, shared=shared).share("b") > share
+    assert simulate(before, shared=shared).share("a") > share
+
+
+# ---- proposals that no round uses
+
+COMPARED = DraftPlan("a", 3)
+TREE = Proposal((5, 7, 6), tuple(map(one_hot, (5, 7, 6))), (0, 0, 2))  # 5, or 7 and then 6
+
+
+@pytest.mark.parametrize(
+    ("following", "expected"),
+    [((), None), ((5,), None), ((5, 9), [0]), ((7,), None), ((7, 9), [1]), ((7, 6, 1), [1, 2]), ((8,), [])],
+)
+def test_unused_proposals_are_judged_by_the_text(following: Sequence[int], expected: list[int] | None) -> None:
+    """As soon as the text says how far it went along a path of the tree."""
+    compared = Unused(COMPARED, TREE, base_length=2).compared([1, 2, *following])
+    assert (list(compared.path) if compared else None) == expected
+
+
+def test_each_unused_proposal_counts_once() -> None:
+    comparisons = Comparisons()
+    comparisons.add(Unused(COMPARED, chain_of([5]), 0))
+    comparisons.add(Unused(COMPARED, chain_of([5]), 1))
+    assert [len(list(comparisons.settled(text))) for text in ([], [5], [5], [5, 9])] == [0, 1, 0, 1]
+
+
+def test_drawn_proposals_are_not_compared() -> None:
+    """A drawn token is accepted more often than the text goes on with it; its drafter is not asked again."""
+    shared = SharedStatistics()
+    simulate({"a": Drafter(0.6, 0.01), "b": Drafter(0.6, 0.01)}, shared=shared)
+    chooser = PlanChooser(shared, ["a", "b"], MAXIMUM)
+    plan = chooser.choose_compared(DraftPlan("b", 4), ["a", "b"])
+    assert plan
+    assert plan.drafter == "a"
+    before = chooser._acceptance["a"].expected_tokens().tolist()
+    chooser.observe_unused(plan, Proposal((RIGHT,), (SparseDistribution((RIGHT, WRONG), (0.5, 0.5)),)), 0)
+    chooser.settle([RIGHT] * MAXIMUM)
+    assert chooser._acceptance["a"].expected_tokens().tolist() == before
+    assert chooser.choose_compared(DraftPlan("b", 4), ["a", "b"]) is None
+
+
+def test_slow_drafters_are_not_asked_for_comparison() -> None:
+    """One that takes as long as the target would keep it from the next round."""
+    shared, drafters = SharedStatistics(), {"slow": Drafter(0.5, 0.0, 0.9), "quick": Drafter(0.5, 0.0, 0.1)}
+    for name in drafters:
+        for _ in range(5):
+            shared.costs.observe_draft(name, 4, drafters[name].overhead)
+            shared.costs.observe_score(4, 1.0)
+    chooser = PlanChooser(shared, list(drafters), MAXIMUM)
+    asked = [chooser.choose_compared(PLAIN, list(drafters)) for _ in range(2)]
+    assert {plan.drafter for plan in asked if plan} == {"quick"}
 
 
 @pytest.mark.parametrize("drafters", [USELESS, MIXED])
@@ -194,10 +265,11 @@ def test_unavailable_drafters_are_not_asked() -> None:
 
 
 def test_a_slow_round_does_not_disable_drafting() -> None:
-    """One draft cost as much as 400 forwards; sessions last 20 rounds."""
+    """Some drafts cost as much as 400 forwards; sessions last 20 rounds."""
     shared, drafters = SharedStatistics(), {"a": Drafter(0.9, 0.1)}
     simulate(drafters, num_rounds=50, shared=shared)
-    shared.costs.observe_draft("a", PROBE_LENGTH, 400.0)
+    for _ in range(20):
+        shared.costs.observe_draft("a", PROBE_LENGTH, 400.0)
     plans = simulate(drafters, num_rounds=1500, session_rounds=20, shared=shared).plans
     assert plans[5] == PLAIN, "the round was not slow enough"
     assert Counter(plan.drafter for plan in plans[-100:])["a"] > 70
@@ -311,7 +383,7 @@ def test_costs_are_learned_as_a_line() -> None:
         costs.observe_score(k, 1 + 0.1 * k)
 
     costs = learned(observe)
-    assert costs.draft_s("a", np.array([2, 4, 8])) == pytest.approx([0.4, 0.8, 1.6], rel=0.05)
+    assert costs.draft_s("a", np.array([2, 4, 8])) == pytest.approx([0.4, 0.8, 1.6], rel=0.1)
     assert costs.score_s(np.array([0.0, 4.0, 8.0])) == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
 
 
@@ -323,10 +395,11 @@ class NeverExplores(Exploration):
 
 
 def load(shared: SharedStatistics, num_sessions: int, slope: float) -> None:
-    """Let a target worker with so many sessions score, which costs `slope` a draft token."""
+    """Let a target worker with so many sessions score, which all draft the same K: `slope` is the cost of each K."""
     chooser = PlanChooser(shared, ["a"], MAXIMUM)
-    for k in [1, 8, 4, 2] * 20:
-        chooser.observe(RoundOutcome(DraftPlan("a", k), k, range(k - k // 3), 0.01 * k, 1 + slope * k, num_sessions))
+    for k in np.repeat([1, 8, 4, 2, 0, 5] * 3, 2 * num_sessions).tolist():
+        plan = DraftPlan("a", k) if k else PLAIN
+        chooser.observe(RoundOutcome(plan, k, range(k - k // 3), 0.01 * k, 1 + slope * k, num_sessions))
 
 
 def test_a_load_change_changes_k_at_once() -> None:
@@ -344,12 +417,42 @@ def test_a_load_change_changes_k_at_once() -> None:
     assert chooser.choose(ROOM).num_draft_tokens >= 4
 
 
+def test_drafters_have_scoring_costs_of_their_own() -> None:
+    """A drafter that keeps the target's cores busy makes no other one look expensive."""
+    costs = Costs()
+    for _ in range(60):
+        costs.observe_score(4, 1.0, drafter="quiet")
+    for _ in range(60):
+        costs.observe_score(4, 2.0, drafter="busy")
+    assert float(costs.score_s(4, "busy")) > 1.5 * float(costs.score_s(4, "quiet"))
+
+
+def test_a_slower_machine_prefers_no_unused_plan() -> None:
+    """All rounds become three times as slow; a plan that was not used since is expected to be slower, too."""
+    costs = Costs()
+    for _ in range(60):
+        costs.observe_score(4, 1.0, drafter="unused")
+    for seconds in [1.0] * 60 + [3.0] * 60:
+        costs.observe_score(4, seconds, drafter="used")
+    assert float(costs.score_s(4, "unused")) > 2.5
+    assert float(costs.score_s(4, "used")) == pytest.approx(3.0, rel=0.1)
+
+
 def test_similar_loads_share_what_was_learned() -> None:
     """Load levels are powers of two of the worker's sessions."""
     shared = SharedStatistics()
     load(shared, 16, 0.5)
-    before = float(shared.costs.score_s(8))
-    shared.costs.observe_score(4, 3.0, 31)
-    assert float(shared.costs.score_s(8)) == pytest.approx(before, rel=0.01)
-    shared.costs.observe_score(4, 9.0, 32)
-    assert float(shared.costs.score_s(8)) > 1.5 * before
+    before = float(shared.costs.score_s(0))
+    shared.costs.observe_score(0, 1.0, 31)
+    assert float(shared.costs.score_s(0)) == pytest.approx(before, rel=0.1)
+    for _ in range(100):
+        shared.costs.observe_score(0, 9.0, 32)
+    assert float(shared.costs.score_s(0)) > 1.5 * before
+
+
+def test_a_plan_is_charged_for_all_sessions() -> None:
+    """What a session drafts makes the others wait: K costs what it costs if all sessions draft as many."""
+    shared = SharedStatistics()
+    load(shared, 16, 0.5)
+    rise = shared.costs.score_s(4, "a") - shared.costs.score_s(0, "a")
+    assert float(rise) == pytest.approx(4 * 0.5, rel=0.3)

@@ -1,14 +1,16 @@
 """The loop: what is committed when, what ends it, that commits are awaited, and who gets the observations."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 
 from coordinator.acceptance import TokenRule
-from coordinator.choosing.chooser import PlanChooser, RoundOutcome, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.plans import DraftPlan, RoundOutcome
+from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
 from specdec.errors import FencedError, UnavailableError
@@ -200,7 +202,7 @@ class LostDrafter(ToyDrafter):
     num_calls: int = 0
     observed: list[Observations] = field(default_factory=list)
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         self.num_calls += 1
         return await ToyDrafter.propose(self, committed, num_draft_tokens) if self.num_calls < 3 else Drafted()
 
@@ -226,7 +228,7 @@ class AskedDrafter(ToyDrafter):
 
     requests: list[tuple[int, int]] = field(default_factory=list)
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         self.requests.append((len(committed), num_draft_tokens))
         return await ToyDrafter.propose(self, committed, num_draft_tokens)
 
@@ -316,3 +318,76 @@ async def test_no_observations_are_sent_on_unasked() -> None:
     rounds.drafter = drafter
     await rounds.run()
     assert drafter.observed == []
+
+
+# ---- proposals that no round uses
+
+
+@dataclass(slots=True)
+class GatedDrafter(ToyDrafter):
+    """The toy drafter; notes the texts that it was asked to continue, and may wait."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    texts: list[list[int]] = field(default_factory=list)
+
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
+        self.texts.append(committed)
+        await self.gate.wait()
+        return Drafted()
+
+
+class AlwaysCompares(PlanChooser):
+    """Asks a second drafter whenever it may; K is 3."""
+
+    def __init__(self) -> None:
+        super().__init__(SharedStatistics(), [TOY, "other"], 8)
+
+    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+        return DraftPlan(TOY, min(3, remaining_tokens - 1))
+
+    def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
+        return DraftPlan("other", 2)
+
+
+async def compared_rounds(is_open: bool) -> tuple[Rounds, GatedDrafter]:
+    """Run a generation of which another drafter is asked, too; unless `is_open` it does not answer before the end."""
+    rounds = Rounds()
+    other = GatedDrafter(rounds.drafter.model, SEED)
+    rounds.chooser = AlwaysCompares()
+    parts = RoundParts({TOY: rounds.drafter, "other": other}, rounds.scorer, TokenRule(), rounds.chooser)
+    if is_open:
+        other.gate.set()
+    task = asyncio.create_task(run_rounds(rounds.generation, parts, rounds.publish))
+    await until(lambda: rounds.generation.done)
+    other.gate.set()
+    await task
+    return rounds, other
+
+
+async def test_no_round_waits_for_an_unused_proposal() -> None:
+    """It is asked of once where it does not answer, and all is committed meanwhile."""
+    _, quick = await compared_rounds(is_open=True)
+    rounds, slow = await compared_rounds(is_open=False)
+    assert len(rounds.tokens) == 24
+    assert len(slow.texts) == 1
+    assert len(quick.texts) > 5
+
+
+async def test_unused_proposals_leave_the_text_unchanged() -> None:
+    alone = Rounds()
+    await alone.run()
+    rounds, other = await compared_rounds(is_open=True)
+    assert rounds.tokens == alone.tokens
+    assert all(text == [*PROMPT, *alone.tokens][: len(text)] for text in other.texts)
+
+
+async def test_an_unused_proposal_ends_with_the_loop() -> None:
+    """A round fails while another drafter is being asked."""
+    rounds = Rounds()
+    rounds.failing[0] = FencedError("another coordinator has it")
+    other = GatedDrafter(rounds.drafter.model, SEED)
+    rounds.chooser = AlwaysCompares()
+    parts = RoundParts({TOY: rounds.drafter, "other": other}, rounds.scorer, TokenRule(), rounds.chooser)
+    with pytest.raises(FencedError):
+        await run_rounds(rounds.generation, parts, rounds.publish)
+    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -15,10 +15,16 @@ PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
 PURE_MODULES = (
     "acceptance",
     "generation",
+    "joint_names",
+    "merging",
     "observing",
     "choosing/acceptance_history",
     "choosing/chooser",
+    "choosing/comparisons",
     "choosing/costs",
+    "choosing/exploration",
+    "choosing/plans",
+    "choosing/shared_statistics",
 )
 LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
 

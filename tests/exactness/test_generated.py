@@ -24,7 +24,9 @@ from benchmarks.judging import (
     standard_deviations,
 )
 from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
-from coordinator.choosing.chooser import DraftPlan, PlanChooser, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.plans import DraftPlan
+from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
@@ -41,6 +43,7 @@ from tests.support.toys import (
     FlakyDrafter,
     GenerationResult,
     LosingDrafter,
+    MergingDrafter,
     ObservedScorer,
     ObservingDrafter,
     RepeatingDrafter,
@@ -111,6 +114,8 @@ CASES = {
     "trees, penalties": replace(FEWER_TREES, sampling=PENALTIES, prompt=(0,)),
     "trees, top_p, supports of three": replace(FEWER_TREES, sampling=SamplingParams(top_p=0.9), support_max=3),
     "trees, automatic K": replace(FEWER_TREES, num_draft_tokens=None),
+    "merged": replace(FEWER_TREES, drafter=MergingDrafter),
+    "merged, block, top_p": Case(4, SamplingParams(top_p=0.9), MergingDrafter, rule=BlockRule(), num_tokens=6),
     "observations": Case(2, drafter=ObservingDrafter, scorer=ObservedScorer, num_tokens=6),
     "lost observations": Case(2, drafter=LosingDrafter, scorer=ObservedScorer, num_tokens=6),
 }

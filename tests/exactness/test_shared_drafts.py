@@ -63,7 +63,7 @@ class ServedDrafter(ToyDrafter):
         """What the worker is told when the stream opens."""
         return WorkerSession(f"session {self.seed}", 1, SamplingParams(seed=self.seed), len(PROMPT), "target")
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return the worker's proposal."""
         request = DraftRequest(self.num_held, committed[self.num_held :], num_draft_tokens, self.observed)
         result = await self.drafter.propose(self.session, request, match=False)

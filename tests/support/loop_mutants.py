@@ -7,7 +7,9 @@ import numpy as np
 import torch
 
 from coordinator.acceptance import TokenRule
-from coordinator.choosing.chooser import DraftPlan, PlanChooser, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.plans import DraftPlan
+from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.rounds import Drafted
 from specdec.exact import randomness
 from specdec.exact.randomness import Key, Purpose
@@ -52,7 +54,7 @@ class ArgmaxDrafter(ToyDrafter):
 class DiscardingDrafter(ToyDrafter):
     """Ends the proposal before an unlikely token, after drawing it."""
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return fewer tokens than were drawn."""
         proposal = (await ToyDrafter.propose(self, committed, num_draft_tokens)).proposal
         steps = zip(proposal.tokens, proposal.distributions, strict=True)
@@ -67,7 +69,7 @@ class SortingDrafter(TreeDrafter):
 
     branching: tuple[int, ...] = (3,)
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return sorted siblings."""
         proposal = (await TreeDrafter.propose(self, committed, num_draft_tokens)).proposal
         pairs = list(zip(proposal.tokens, proposal.distributions, strict=True))
@@ -162,7 +164,7 @@ class RememberingDrafter(ToyDrafter):
 
     chooser: PlanFromRejected = field(default_factory=PlanFromRejected)
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Draft, and record the tokens."""
         drafted = await ToyDrafter.propose(self, committed, num_draft_tokens)
         self.chooser.last = drafted.proposal

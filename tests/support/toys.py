@@ -14,8 +14,10 @@ import torch
 
 from coordinator import generation as generation_module
 from coordinator.acceptance import AcceptanceRule, TokenRule
-from coordinator.choosing.chooser import PlanChooser, SharedStatistics
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
+from coordinator.joint_drafter import JointDrafter
 from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
 from specdec.exact import randomness
 from specdec.exact.randomness import Key, Purpose
@@ -85,7 +87,7 @@ class ToyDrafter:
         """Whether it is worth asking now."""
         return True
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return K tokens, each with its distribution."""
         tokens: History = ()
         distributions: tuple[SparseDistribution, ...] = ()
@@ -110,7 +112,7 @@ class ToyDrafter:
 class RepeatingDrafter(ToyDrafter):
     """Drafts as n-gram lookup does: the token that last followed the last one, one-hot; else nothing."""
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return at most K tokens with one-hot distributions."""
         tokens: History = ()
         while len(tokens) < num_draft_tokens:
@@ -133,7 +135,7 @@ class FlakyDrafter(ToyDrafter):
 
     calls: int = 0
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return a proposal, a shorter one, or none."""
         self.calls += 1
         if (self.seed + self.calls) % 2:
@@ -152,7 +154,7 @@ class TreeDrafter(ToyDrafter):
 
     branching: tuple[int, ...] = (3, 2, 1)  # children of a position, by depth
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return a tree of at most K tokens."""
         tokens: list[int] = []
         distributions: list[SparseDistribution] = []
@@ -188,13 +190,23 @@ class StemDrafter(TreeDrafter):
 
 
 @dataclass(slots=True)
+class MergingDrafter(ToyDrafter):
+    """Merges a drawn chain with n-gram lookup."""
+
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
+        """Return one tree."""
+        parts = [RepeatingDrafter(self.model, self.seed), ToyDrafter(self.model, self.seed)]
+        return await JointDrafter(parts).propose(committed, num_draft_tokens, stop_below)
+
+
+@dataclass(slots=True)
 class ObservingDrafter(ToyDrafter):
     """Drafts with observations: half the mass goes to the token that the target last found most probable there."""
 
     observed: dict[int, int] = field(default_factory=dict)  # a token, and the target's most probable token after it
     text: list[int] = field(default_factory=list)
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return K tokens."""
         self.text = committed
         return await ToyDrafter.propose(self, committed, num_draft_tokens)

@@ -147,9 +147,12 @@ class DraftStream(WorkerStream[draft_pb2.ProposeRequest, draft_pb2.ProposeRespon
         opening = draft_pb2.OpenDraft(session=open_session(session_id, epoch, sampling, len(PROMPT)), drafter=drafter)
         super().__init__(draft_pb2_grpc.DraftServiceStub(channel).Propose(), draft_pb2.ProposeRequest(open=opening))
 
-    async def propose(self, start: int, tokens: Sequence[int], count: int) -> draft_pb2.ProposeResponse:
+    async def propose(
+        self, start: int, tokens: Sequence[int], count: int, stop_below: float = 0.0
+    ) -> draft_pb2.ProposeResponse:
         """Run one round."""
-        return await self.ask(propose_request(start=start, tokens=tokens, num_draft_tokens=count))
+        request = propose_request(start=start, tokens=tokens, num_draft_tokens=count, stop_below=stop_below)
+        return await self.ask(request)
 
     async def close(self) -> None:
         """End the session."""

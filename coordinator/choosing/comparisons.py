@@ -1,0 +1,67 @@
+"""What a drafter that did not draft a round would have had accepted in it, as the committed text shows.
+
+The text has the target's distribution whoever drafts it. A token that a drafter chooses without a draw is accepted
+with the target's probability of it, which is the probability that the text goes on with it. So the text itself says
+what such a drafter is worth, without a round that tries it; all drafters are compared on the same text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from coordinator.choosing.plans import DraftPlan
+from specdec.exact.tree import longest_path
+from specdec.exact.values import Proposal
+
+MAX_PENDING = 16  # proposals of one session that wait for the text to reach their end; the oldest go first
+
+
+class Compared(NamedTuple):
+    """A proposal that no round used, and the nodes of it that the text went on with."""
+
+    plan: DraftPlan
+    num_drafted: int
+    path: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A proposal that no round used."""
+
+    plan: DraftPlan
+    proposal: Proposal
+    base_length: int  # tokens committed before it
+
+    def compared(self, committed: Sequence[int]) -> Compared | None:
+        """Return what the text went on with; None while that is not certain."""
+        following = committed[self.base_length : self.base_length + self.proposal.depth]
+        path = longest_path(self.proposal.tree, self.proposal.tokens, 0, following)
+        if len(path) == len(following) < self.proposal.depth:
+            return None
+        return Compared(self.plan, len(self.proposal), path)
+
+
+def is_chosen(proposal: Proposal) -> bool:
+    """Return whether no token of it was drawn."""
+    return all(len(distribution.token_ids) == 1 for distribution in proposal.distributions)
+
+
+@dataclass(slots=True)
+class Comparisons:
+    """The unused proposals of one session."""
+
+    _pending: list[Unused] = field(default_factory=list)
+
+    def add(self, unused: Unused) -> None:
+        """Add a proposal whose tokens were chosen without a draw."""
+        self._pending = [*self._pending, unused][-MAX_PENDING:]
+
+    def settled(self, committed: Sequence[int]) -> Iterator[Compared]:
+        """Give what has become certain of them, each once."""
+        pending, self._pending = self._pending, []
+        for unused in pending:
+            compared = unused.compared(committed)
+            if compared:
+                yield compared
+            else:
+                self._pending.append(unused)

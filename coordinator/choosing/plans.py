@@ -1,0 +1,53 @@
+"""How a round may draft, what such a plan promises, and what a round came to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """How a round drafts."""
+
+    drafter: str | None = None  # None: nobody drafts
+    num_draft_tokens: int = 0
+    stop_below: float = 0.0  # a draft token with less chance of being accepted is not worth what it costs
+
+
+PLAIN = DraftPlan()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """What a round drafted, accepted and cost."""
+
+    plan: DraftPlan
+    num_drafted: int
+    path: Sequence[int]  # accepted nodes
+    draft_s: float
+    score_s: float
+    num_sessions: int = 1  # at the target worker, waiting or in the forward
+    has_prefill: bool = False  # a worker had to read more than a round's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a plan promises."""
+
+    plan: DraftPlan
+    num_tokens: float
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.num_tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A round with another plan than the best one."""
+
+    plan: DraftPlan
+    best: Estimate
+    had_prefill: bool = False  # so that it measured no cost
+    is_repeated: bool = False

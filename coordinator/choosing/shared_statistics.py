@@ -1,0 +1,37 @@
+"""What all sessions of a coordinator have measured, and which of it a session may learn from."""
+
+from coordinator.choosing.acceptance_history import AcceptanceHistory
+from coordinator.choosing.costs import Costs
+from coordinator.choosing.exploration import Exploration
+
+MAX_SEEDS = 100_000  # remembered; what older sessions accepted has decayed
+
+
+class SharedStatistics:
+    """What all sessions of a coordinator have measured."""
+
+    def __init__(self, costs: Costs | None = None) -> None:
+        self.costs = costs or Costs()
+        self.exploration = Exploration()
+        self._acceptance: dict[tuple[str, bool], AcceptanceHistory] = {}
+        self._seeds: dict[int, None] = {}  # in the order in which they came
+
+    def acceptance(self, drafter: str, is_greedy: bool) -> AcceptanceHistory:
+        """Return a drafter's history over greedy, or over sampled, sessions."""
+        return self._acceptance.setdefault((drafter, is_greedy), AcceptanceHistory())
+
+    def for_seed(self, seed: int | None) -> "SharedStatistics":
+        """Return what a session may learn from; `seed` is None for a greedy one, whose text no draw decides.
+
+        Two sessions with one seed make the same draws: a choice made by what those draws accepted in the first would
+        depend on the second's own future draws. So a seed's second session shares nothing but costs.
+        """
+        return SharedStatistics(self.costs) if seed is not None and self._is_repeated(seed) else self
+
+    def _is_repeated(self, seed: int) -> bool:
+        """Return whether a session had this seed before, and note it."""
+        is_repeated = self._seeds.pop(seed, False) is None
+        self._seeds[seed] = None
+        if len(self._seeds) > MAX_SEEDS:
+            del self._seeds[next(iter(self._seeds))]
+        return is_repeated
