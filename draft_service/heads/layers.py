@@ -36,7 +36,8 @@ class Rotary(nn.Module):
         """Return the angles of positions [...], each [..., head_size], in float32."""
         example = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self._embedding(example, positions.reshape(1, -1))
-        return cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)
+        size = (*positions.shape, cos.shape[-1])
+        return cos.reshape(size), sin.reshape(size)
 
 
 def turned(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
