@@ -51,7 +51,7 @@ class DFlashHead(nn.Module):
         layer."""
         joined = self.hidden_norm(self.fc(states.flatten(-2)))
         angles = self.rotary(positions)
-        return [layer.self_attn.keys_and_values(joined, angles) for layer in self.layers]  # type: ignore[union-attr]
+        return [layer.self_attn.keys_and_values(joined, angles) for layer in self.layers]  # type: ignore[union-attr, operator]
 
     def predict(
         self, tokens: torch.Tensor, positions: torch.Tensor, context: list[KeysAndValues], mask: torch.Tensor | None

@@ -30,13 +30,14 @@ class Rotary(nn.Module):
 
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__()
-        self._embedding = LlamaRotaryEmbedding(config)
+        self._embedding = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]  # any with rope_parameters
 
     def forward(self, positions: torch.Tensor) -> Angles:
         """Return the angles of positions [...], each [..., head_size], in float32."""
         example = torch.empty(0, dtype=torch.float32, device=positions.device)
         cos, sin = self._embedding(example, positions.reshape(1, -1))
-        return cos.reshape(*positions.shape, -1), sin.reshape(*positions.shape, -1)
+        size = (*positions.shape, cos.shape[-1])
+        return cos.reshape(size), sin.reshape(size)
 
 
 def turned(heads: torch.Tensor, angles: Angles) -> torch.Tensor:
@@ -111,11 +112,12 @@ class Layer(nn.Module):
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the layer's output [..., hidden_size] from attended values [..., heads, head_size]."""
         hidden: torch.Tensor = residual + self.self_attn.o_proj(attended.flatten(-2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        output: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return [..., Q, heads, head_size] for queries [..., Q, heads, head_size], keys and values [..., L, kv_heads, ...].
+    """Return [..., Q, heads, head_size] for queries of that shape, keys and values [..., L, kv_heads, head_size].
 
     `mask` [..., Q, L] is True where a query sees a key; None: everything.
     """

@@ -55,7 +55,7 @@ class MedusaHead(nn.Module):
         )
 
     def forward(self, state: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., num_heads, draft_vocab_size] from the target's normalised last states [..., hidden_size]."""
+        """Return logits [..., num_heads, draft_vocab_size] from the target's normalised states [..., hidden_size]."""
         outputs = [block(state) for block in self.blocks]
         if len(self.lm_heads) == 1:
             shared: torch.Tensor = self.lm_heads[0](torch.stack(outputs, dim=-2))

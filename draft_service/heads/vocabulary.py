@@ -27,7 +27,7 @@ class DraftVocabulary(nn.Module):
 
     def choose(self, target_ids: torch.Tensor) -> None:
         """Give draft ids to these target tokens [draft_vocab_size]."""
-        ids = target_ids.unique(sorted=True)
+        ids = torch.unique(target_ids, sorted=True)
         if len(ids) != len(self.d2t):
             raise ValueError(f"{len(ids)} different tokens were chosen for a draft vocabulary of {len(self.d2t)}")
         self.d2t.copy_(ids - torch.arange(len(ids)))
