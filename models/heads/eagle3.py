@@ -1,8 +1,8 @@
 """Training an EAGLE-3 head: on its own outputs, for several tokens ahead (Li et al. 2025, section 3.2).
 
 Pair j is the target's states at token j with token j + 1, and predicts token j + 2. Step s replaces the states by the
-head's own output of step s - 1 at pair j - 1, seen here as pair j moved on by s tokens: its queries see what the target's
-states offer up to pair j, then the head's own outputs of the steps before. Steps after the first are computed for a
+head's own output of step s - 1; here that is pair j, moved on by s tokens: its query sees what the target's states offer
+up to pair j, then the head's own outputs of the steps before. Steps after the first are computed for a
 part of the pairs, a random one in each batch.
 """
 
@@ -81,8 +81,8 @@ class Eagle3Objective:
         counter = DepthCounter(self.head.vocabulary.target_ids)
         finals, tokens = batch.states[..., -1, :].flatten(0, 1), batch.tokens.flatten()
         for logits, rows, counts in self._steps(batch):
-            rows = rows[counts]
-            counter.add(logits[counts], finals[rows].float() @ self._target.head.T, tokens[rows + 1])
+            last = rows[counts]
+            counter.add(logits[counts], finals[last].float() @ self._target.head.T, tokens[last + 1])
         return counter.agreement
 
     def _steps(self, batch: Batch) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -18,7 +18,10 @@ from models.heads.batches import Batch
 class Objective(Protocol):
     """One kind of head under training."""
 
-    head: nn.Module
+    @property
+    def head(self) -> nn.Module:
+        """What is trained."""
+        ...
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the mean loss of a batch."""

@@ -1,16 +1,18 @@
 """What the target is asked to train its heads: instructions of every kind in turn, or passages of text files."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, cycle
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from coordinator.chat import ChatTemplate
+from models.corpus import training_texts
 from models.heads.samples import Instruction
 from models.instructions import load_grammar, training_instructions
 
+PYTHON = "python"
 TEMPERATURES = (0.0, 1.0)  # in turn: greedy answers, and sampled ones
 
 
@@ -31,13 +33,17 @@ def _endless(kind: str, seed: int) -> Iterator[str]:
 
 
 def from_texts(
-    tokenizer: Tokenizer, files: Sequence[Path], min_tokens: int, max_tokens: int, seed: int
+    tokenizer: Tokenizer, texts: Iterable[str], min_tokens: int, max_tokens: int, seed: int
 ) -> Iterator[Instruction]:
-    """Yield passages of the files, endlessly, each of `min_tokens` to `max_tokens` tokens. Raises ValueError."""
-    texts = [tokenizer.encode(file.read_text(encoding="utf-8", errors="replace")).ids for file in files]
-    texts = [tokens for tokens in texts if len(tokens) >= min_tokens]
-    if not texts:
-        raise ValueError(f"no text of at least {min_tokens} tokens among {len(files)} files; give longer ones")
+    """Yield passages of texts, endlessly, each of `min_tokens` to `max_tokens` tokens. Raises ValueError."""
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+    encoded = [tokens for tokens in encoded if len(tokens) >= min_tokens]
+    if not encoded:
+        raise ValueError(f"no text has {min_tokens} tokens or more; give longer ones")
+    return _passages(encoded, min_tokens, max_tokens, seed)
+
+
+def _passages(texts: Sequence[list[int]], min_tokens: int, max_tokens: int, seed: int) -> Iterator[Instruction]:
     chooser = random.Random(seed)
     weights = [len(tokens) for tokens in texts]
     for temperature in cycle(TEMPERATURES):
@@ -45,3 +51,27 @@ def from_texts(
         length = min(chooser.randint(min_tokens, max_tokens), len(tokens))
         begin = chooser.randint(0, len(tokens) - length)
         yield Instruction("text", temperature, tokens[begin : begin + length])
+
+
+def read_texts(names: Sequence[str]) -> list[str]:
+    """Return the texts of files, and of all files in folders; "python" is the running Python's library.
+
+    Raises ValueError for a file that is missing or not UTF-8.
+    """
+    texts: list[str] = []
+    for name in names:
+        if name == PYTHON:
+            texts += [text for kind in training_texts().values() for text in kind if text]
+            continue
+        path = Path(name)
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if not file.is_dir():
+                texts.append(_read(file))
+    return texts
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as text: {error}; give UTF-8 text files") from error

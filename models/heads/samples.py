@@ -8,7 +8,6 @@ interrupted continues where the last complete answer ended.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,9 @@ class Sampler:
         self._random = torch.Generator(device=model.device).manual_seed(seed)
         self._num_begun = 0
 
-    def answers(self, instructions: Iterator[Instruction], num_at_once: int) -> Iterator[tuple[Instruction, list[int], bytes]]:
+    def answers(
+        self, instructions: Iterator[Instruction], num_at_once: int
+    ) -> Iterator[tuple[Instruction, list[int], bytes]]:
         """Yield each instruction with all tokens of prompt and answer, and their states [num_tokens, layers, H]."""
         running: list[_Answer] = []
         while True:
@@ -203,7 +204,9 @@ class Sampler:
         ]
         output = self._model.forward(feeds)
         temperatures = torch.tensor([answer.instruction.temperature for answer in running])
-        for answer, states, token in zip(running, output.hidden_states, self._drawn(output.logits, temperatures), strict=True):
+        for answer, states, token in zip(
+            running, output.hidden_states, self._drawn(output.logits, temperatures), strict=True
+        ):
             assert states is not None
             answer.states.append(states.to(torch.bfloat16).cpu())
             if not self._is_over(answer):

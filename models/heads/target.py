@@ -17,6 +17,7 @@ class TargetParts:
     """The parts of a target that its heads share."""
 
     name: str
+    folder: Path
     config: PreTrainedConfig
     embeddings: torch.Tensor  # [vocab_size, hidden_size]
     head: torch.Tensor  # [vocab_size, hidden_size]
@@ -37,13 +38,13 @@ class TargetParts:
 def load_parts(folder: Path, name: str, layers: Sequence[int]) -> TargetParts:
     """Read a target's parts in float32. Raises ModelRefused."""
     model = load_pretrained(str(folder), choose_device("cpu"), "float32")
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    assert isinstance(embeddings, nn.Embedding) and isinstance(head, nn.Linear)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    assert isinstance(head, nn.Linear)
     config = model.config.get_text_config(decoder=True)
-    norm = getattr(model.base_model, "norm", None)
-    last = norm.weight.detach() if isinstance(getattr(norm, "weight", None), torch.Tensor) else None
-    weight = torch.ones(config.hidden_size) if last is None else last
-    return TargetParts(name, config, embeddings.weight.detach(), head.weight.detach(), weight, tuple(layers))
+    norm = getattr(getattr(model.base_model, "norm", None), "weight", None)
+    weight = norm.detach() if isinstance(norm, torch.Tensor) else torch.ones(config.hidden_size)
+    return TargetParts(name, folder, config, embeddings.weight.detach(), head.weight.detach(), weight, tuple(layers))
 
 
 def transformer_config(target: TargetParts, model_type: str, num_layers: int, intermediate_size: int) -> Any:

@@ -66,7 +66,7 @@ class Run:
     def _update(self, batch: Batch) -> float:
         with autocast():
             loss = self.objective.loss(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         factor = rate_factor(self.step, self.elapsed)
         torch.nn.utils.clip_grad_norm_(self.objective.head.parameters(), 1.0)
         for optimizer, rate in zip(self.optimizers, (MATRICES_RATE, OTHERS_RATE), strict=True):
