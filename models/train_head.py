@@ -118,6 +118,7 @@ def _card(plan: Plan, store: SampleStore, objective: Objective, run: Run, covera
         num_parameters=sum(weight.numel() for weight in objective.head.parameters() if weight.requires_grad),
         draft_vocab_size=plan.draft_vocab_size,
         coverage=coverage,
+        prompts="passages of text" if plan.texts else "generated instructions",
         num_tokens=store.num_tokens,
         num_steps=run.step,
         minutes=run.spent_s / 60,

@@ -18,7 +18,7 @@ class Batch:
     """Samples side by side, padded at their ends."""
 
     tokens: torch.Tensor  # int64 [N, T]
-    states: torch.Tensor  # bfloat16 [N, T, layers, hidden_size]
+    states: torch.Tensor  # float32 [N, T, layers, hidden_size]
     is_answer: torch.Tensor  # bool [N, T]: tokens that the target wrote
 
     @property
@@ -95,7 +95,7 @@ class Samples:
     def _batch(self, samples: Sequence[Sample]) -> Batch:
         most = self._max_tokens
         tokens = pad_sequence([sample.tokens[:most] for sample in samples], batch_first=True)
-        states = pad_sequence([sample.states[:most] for sample in samples], batch_first=True)
+        states = pad_sequence([sample.states[:most].float() for sample in samples], batch_first=True)
         places = torch.arange(tokens.shape[1])
         begins = torch.tensor([sample.entry.num_prompt_tokens for sample in samples])
         ends = torch.tensor([min(sample.entry.num_tokens, most) for sample in samples])

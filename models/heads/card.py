@@ -13,8 +13,8 @@ tags:
 
 # {kind} for {target}
 
-A drafter for speculative decoding: {paper}. It was trained by `python -m models.train_head` on the target's own answers
-to generated instructions or passages, half of them greedy, half sampled at temperature 1.
+A drafter for speculative decoding: {paper}. It was trained by `python -m models.train_head` on the target's
+own answers to {prompts}, half of them greedy, half sampled at temperature 1.
 
 | | |
 |---|---|
@@ -48,6 +48,7 @@ class Trained:
     num_parameters: int  # that are written
     draft_vocab_size: int
     coverage: float  # of the target's answers by the draft vocabulary
+    prompts: str  # what they answer
     num_tokens: int  # of the samples
     num_steps: int
     minutes: float

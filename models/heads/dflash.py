@@ -20,7 +20,7 @@ def new_head(target: TargetParts, draft_tokens: torch.Tensor, mask_token_id: int
     """Return an untrained head over a draft vocabulary, of Qwen 3 layers as those that are published."""
     shape = DFlashShape(
         transformer=transformer_config(
-            target, "qwen3", NUM_LAYERS, int(MLP_FACTOR * target.config.intermediate_size) // 64 * 64
+            target, "qwen3", NUM_LAYERS, round(MLP_FACTOR * target.config.intermediate_size)
         ),
         draft_vocab_size=len(draft_tokens),
         aux_layers=tuple(target.layers[:-1]),

@@ -23,11 +23,11 @@ def new_model(target: TargetParts) -> LlamaForCausalLM:
     config.update({"head_dim": HEAD_SIZE, "tie_word_embeddings": True, "dtype": "bfloat16"})
     config.update({name: getattr(target.config, name, None) for name in ("bos_token_id", "eos_token_id")})
     model = LlamaForCausalLM(config)
-    _, _, axes = torch.linalg.svd(target.embeddings, full_matrices=False)
+    _, _, axes = torch.linalg.svd(target.embeddings, full_matrices=False)  # [target's width, target's width]
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
     with torch.no_grad():
-        embeddings.weight.copy_(target.embeddings @ axes[:width].T)
+        embeddings.weight[:, : len(axes)].copy_(target.embeddings @ axes[:width].T)
     return model
 
 

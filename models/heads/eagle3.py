@@ -1,8 +1,8 @@
 """Training an EAGLE-3 head: on its own outputs, for several tokens ahead (Li et al. 2025, section 3.2).
 
 Pair j is the target's states at token j with token j + 1, and predicts token j + 2. Step s replaces the states by the
-head's own output of step s - 1; here that is pair j, moved on by s tokens: its query sees what the target's states offer
-up to pair j, then the head's own outputs of the steps before. Steps after the first are computed for a
+head's own output of step s - 1; here that is pair j, moved on by s tokens: its query sees what the target's states
+offer up to pair j, then the head's own outputs of the steps before. Steps after the first are computed for a
 part of the pairs, a random one in each batch.
 """
 

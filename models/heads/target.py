@@ -82,4 +82,5 @@ def adopt(head: Any, target: TargetParts) -> None:
 
 def state_layers(num_layers: int) -> tuple[int, ...]:
     """Return the layers to keep states of: a low, a middle and a high one (Li et al. 2025), and the last."""
-    return (2, num_layers // 2, num_layers - 3, num_layers)
+    read = {min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}
+    return (*sorted(read), num_layers)
