@@ -34,11 +34,10 @@ class Predictions:
         """Return each row's most probable tokens; the contexts hold `ranking_params`."""
         logits, contexts, is_scattered = self._prepared(logits, contexts)
         if all(context.sampling is NEUTRAL for context in contexts):
-            values, ids = logits.topk(min(num_tokens, logits.shape[-1]), dim=-1)
-            probs = (values - logits.logsumexp(dim=-1, keepdim=True)).exp()
+            rows = logits.softmax(dim=-1)
         else:
             rows = next_token_distributions(logits, contexts, logits.shape[-1])
-            probs, ids = rows.topk(min(num_tokens, rows.shape[-1]), dim=-1)
+        probs, ids = rows.topk(min(num_tokens, rows.shape[-1]), dim=-1)
         return [self._named(row, is_scattered) for row in ids.tolist()], probs.tolist()
 
     def distributions(self, logits: torch.Tensor, contexts: Sequence[SamplingContext]) -> list[SparseDistribution]:
