@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.random_heads import save_heads
 from draft_service.heads.drafting.drafter import HeadDrafter
 from draft_service.heads.formats.dflash import load_dflash
 from draft_service.heads.formats.eagle3 import load_eagle3
@@ -20,7 +21,6 @@ from tests.heads.test_forwards import drafted
 from tests.support.architectures import build
 from tests.support.cluster import save_tokenizer
 from tests.support.head_drafting import KINDS, TargetStates, asked, drafting, packed, session
-from tests.support.tiny_heads import save_heads
 
 NUM_TOKENS = 310  # of the tokenizer; the target has 320 rows
 REDUCED = 60

@@ -52,7 +52,7 @@ class TargetStates:
 
 def packed(states: torch.Tensor, start: int) -> Observations:
     """Return states as they cross the wire."""
-    return Observations(start, tuple(bytes(state.view(torch.uint8).flatten().tolist()) for state in states))
+    return Observations(start, tuple(state.tobytes() for state in states.contiguous().view(torch.int16).numpy()))
 
 
 def session(name: str = "session", num_prompt_tokens: int = 0, **sampling: object) -> WorkerSession:
