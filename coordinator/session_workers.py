@@ -13,7 +13,7 @@ from coordinator.observing import joined
 from coordinator.running import WorkerHandles
 from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers
-from specdec.errors import SpecdecError
+from specdec.errors import InvalidArgumentError, SpecdecError
 from specdec.exact.values import ObservationRequest
 from specdec.serving.telemetry import get_logger
 from specdec.types import AcceptanceRuleName, ModelInfo, SpeculationParams
@@ -37,11 +37,13 @@ class SessionWorkers:
         self._workers = workers
         self._max_draft_tokens = max_draft_tokens
         self._statistics = SharedStatistics()
+        self._blind = set[tuple[str, str]]()  # drafter and target: what was logged as observing nothing
 
     def open(self, session: SessionOpening, model: ModelInfo, speculation: SpeculationParams) -> WorkerHandles:
         """Return a session's handles; streams open when rounds first use them. Raises as `session_drafters`."""
         offered = self._offered(speculation)
         observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
+        self._note_blind(offered, observed, model)
         capabilities = self._workers.capabilities
         is_greedy = session.sampling.temperature == 0
         return WorkerHandles(
@@ -64,6 +66,17 @@ class SessionWorkers:
         offered = self._workers.capabilities.session_drafters(speculation.drafter)
         return offered or {UNCONFIRMED: OfferedDrafter(ModelInfo(""))}
 
+    def _note_blind(
+        self, offered: Mapping[str, OfferedDrafter], observed: ObservationRequest, model: ModelInfo
+    ) -> None:
+        """Log, once, a drafter that asks for layers that the target does not have, or for too many."""
+        for name, drafter in offered.items():
+            asked = drafter.observations.hidden_layers
+            if not set(asked) <= set(observed.hidden_layers) and (name, model.fingerprint) not in self._blind:
+                self._blind.add((name, model.fingerprint))
+                facts = {"hidden_layers": asked, "target": model.name, "target_layers": model.num_layers}
+                get_logger().warning("drafter_observes_nothing", drafter=name, **facts)
+
     def _drafters(
         self,
         session: SessionOpening,
@@ -84,4 +97,5 @@ class SessionWorkers:
 
 def _note_failure(session_id: str, error: SpecdecError) -> None:
     metrics.NUM_DRAFT_FAILURES.labels(error.reason).inc()
-    get_logger().warning("draft_unavailable", session_id=session_id, reason=error.reason)
+    problem = {"problem": str(error)} if isinstance(error, InvalidArgumentError) else {}  # which says what to change
+    get_logger().warning("draft_unavailable", session_id=session_id, reason=error.reason, **problem)

@@ -6,20 +6,17 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from draft_service.drafter import DrafterKind
-from specdec.exact.values import MAX_SUPPORT_TOKENS
+from draft_service.support import SupportSettings
 from specdec.serving.server import Server
-from specdec.serving.settings import ModelSettings
 
 if TYPE_CHECKING:
     from draft_service.model.drafter import ModelDrafter
 
 
-class ModelDrafterSettings(ModelSettings):
+class ModelDrafterSettings(SupportSettings):
     """Settings of the drafter `model`."""
 
     model: str | None = Field(None, description="hub id or folder of the draft model; needed for the drafter `model`")
-    support_mass: float = Field(0.99, gt=0, le=1, description="a distribution is cut to the fewest tokens of this mass")
-    support_max: int = Field(64, ge=1, le=MAX_SUPPORT_TOKENS, description="maximum number of tokens of a support")
     draft_ahead: bool = Field(True, description="draft the next round while the target scores and no session asks")
 
 

@@ -41,14 +41,16 @@ async def cluster(
     *,
     drafters: str = "",
     kinds: Mapping[str, DrafterKind] | None = None,
+    draft_settings: Mapping[str, object] | None = None,
     **coordinator: object,
 ) -> AsyncIterator[Cluster]:
     """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
     torch.set_num_threads(1)
     drafters = drafters or ("model,ngram" if draft_model else "ngram")
     async with AsyncExitStack() as stack:
+        drafting = {"drafters": drafters, **(draft_settings or {})}
         target_address = await stack.enter_async_context(serving_target(target))
-        draft_address = await stack.enter_async_context(serving_draft(draft_model, kinds, drafters=drafters))
+        draft_address = await stack.enter_async_context(serving_draft(draft_model, kinds, **drafting))
         served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
         address = await stack.enter_async_context(serving_coordinator(**served))
         yield Cluster(address, target_address, draft_address)

@@ -1,4 +1,4 @@
-"""Tiny random heads for a tiny target, of every kind."""
+"""Tiny random heads of every kind for a tiny target, for proofs and tests."""
 
 from dataclasses import replace
 from pathlib import Path
