@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from draft_service.heads.layers import Layer, Rotary, attend
+from draft_service.heads.layers import Layer, Norm, Rotary, attend
 from draft_service.heads.vocabulary import DraftVocabulary
 
 
@@ -40,9 +40,9 @@ class DFlashHead(nn.Module):
         self.vocabulary = DraftVocabulary(shape.draft_vocab_size, config.vocab_size)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(len(shape.aux_layers) * shape.target_hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, shape.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
 

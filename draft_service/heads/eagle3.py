@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from draft_service.heads.layers import Angles, Layer, Projected, Rotary
+from draft_service.heads.layers import Angles, Layer, Norm, Projected, Rotary
 from draft_service.heads.vocabulary import DraftVocabulary
 
 
@@ -34,7 +34,7 @@ class Eagle3Layer(Layer):
     def __init__(self, shape: Eagle3Shape) -> None:
         config = shape.transformer
         super().__init__(config, 2 * config.hidden_size)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
         self._normalises_residual = shape.norm_before_residual
 
     def project_pair(
@@ -58,15 +58,15 @@ class Eagle3Head(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, width)
         self.fc = nn.Linear(num_layers * shape.target_hidden_size, width, bias=False)
         self.input_norm = (
-            nn.RMSNorm(num_layers * shape.target_hidden_size, config.rms_norm_eps) if shape.norm_before_fc else None
+            Norm(num_layers * shape.target_hidden_size, config.rms_norm_eps) if shape.norm_before_fc else None
         )
         self.fc_norm = (
-            nn.ModuleList(nn.RMSNorm(shape.target_hidden_size, config.rms_norm_eps) for _ in range(num_layers))
+            nn.ModuleList(Norm(shape.target_hidden_size, config.rms_norm_eps) for _ in range(num_layers))
             if shape.fc_norm
             else None
         )
         self.layers = nn.ModuleList([Eagle3Layer(shape)])
-        self.norm = nn.RMSNorm(width, config.rms_norm_eps)
+        self.norm = Norm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, shape.draft_vocab_size, bias=False)
         self.rotary = Rotary(config)
 

@@ -25,6 +25,14 @@ class Projected:
     value: torch.Tensor  # [..., kv_heads, head_size]
 
 
+class Norm(nn.RMSNorm):
+    """Root mean square norm (Zhang and Sennrich 2019), in the type of its weight: autocast may hand it another."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [..., size] for rows [..., size]."""
+        return super().forward(rows.to(self.weight.dtype))
+
+
 class Rotary(nn.Module):
     """The angles of positions (Su et al. 2021), scaled as the configuration says."""
 
@@ -58,8 +66,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, self.num_kv_heads * size, bias=bias)
         self.v_proj = nn.Linear(input_size, self.num_kv_heads * size, bias=bias)
         self.o_proj = nn.Linear(self.num_heads * size, config.hidden_size, bias=bias)
-        self.q_norm = nn.RMSNorm(size, config.rms_norm_eps) if has_head_norms else None
-        self.k_norm = nn.RMSNorm(size, config.rms_norm_eps) if has_head_norms else None
+        self.q_norm = Norm(size, config.rms_norm_eps) if has_head_norms else None
+        self.k_norm = Norm(size, config.rms_norm_eps) if has_head_norms else None
         self._size = size
 
     def keys_and_values(self, rows: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,8 +109,8 @@ class Layer(nn.Module):
         has_head_norms = config.model_type.startswith("qwen3")
         self.self_attn = Attention(config, input_size or config.hidden_size, has_head_norms)
         self.mlp = Mlp(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
     def project(self, hidden: torch.Tensor, angles: Angles) -> Projected:
         """Normalise and project hidden states [..., hidden_size]."""

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from models.heads.samples import Sample, SampleReader
 
-HELD_OUT_EVERY = 50  # samples; the next instruction of its kind is another one
+HELD_OUT_EVERY = 23  # samples: prime to the kinds and temperatures, which take turns
 SORTED_AT_ONCE = 16  # batches whose samples are sorted by length, so that little is padded
 
 

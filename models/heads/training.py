@@ -55,7 +55,7 @@ class Run:
                 loss = self._update(next(batches))
                 seconds = time.monotonic() - began_s
                 self.spent_s += seconds
-                bar.update(seconds)
+                bar.update(min(seconds, bar.total - bar.n))
                 bar.set_postfix(step=self.step, loss=f"{loss:.3f}")
                 if self.spent_s - evaluated_s > EVALUATION_S:
                     evaluated_s = self.spent_s
