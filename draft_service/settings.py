@@ -9,7 +9,7 @@ from draft_service.drafter import DrafterKind
 from draft_service.registry import registered
 from specdec.serving.settings import Port, ServiceSettings
 
-BY_DEFAULT = ("model", "self", "recycle", "ngram", "suffix")
+BY_DEFAULT = ("eagle3", "dflash", "medusa", "model", "self", "recycle", "ngram", "suffix")
 
 
 class DraftWorkerSettings(ServiceSettings):

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from learning import Forward
-from rows import Rows, read_rows
 from torch import Tensor
 from transformers import LlamaForCausalLM
+
+from models.learning import Forward
+from models.rows import Rows, read_rows
 
 PROMPT_WEIGHT = 0.25  # of a position in a prompt; in service the draft proposes only completion tokens
 

@@ -1,4 +1,4 @@
-"""Measure a pair on the held-out files: `python models/evaluate.py [folder with target/ and draft/]`.
+"""Measure a pair on the held-out files: `python -m models.evaluate [folder with target/ and draft/]`.
 
 Acceptance rate: the mean over tokens of sum min(p, q), with p the target's and q the draft's distribution, on the
 target's continuations of held-out prompts (Leviathan et al. 2023, corollary 3.6), before any truncation.
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import END_OF_TEXT_ID, Tokens, windows
-from rows import continuations
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from models.corpus import END_OF_TEXT_ID, Tokens, windows
+from models.rows import continuations
 
 FOLDER = Path(__file__).parent
 PROMPT, NEW = 256, 128  # tokens

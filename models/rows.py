@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import WINDOW, epoch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
-from workers import count, rank
+
+from models.corpus import WINDOW, epoch
+from models.workers import count, rank
 
 SUPPORT = 64
 SEQUENCES = 48  # in a batch: enough to amortise reading the weights

@@ -1,4 +1,4 @@
-"""Train the demo pair on the sources of the Python standard library: `python models/train.py`.
+"""Train the demo pair on the sources of the Python standard library: `python -m models.train`.
 
 The stages run in order: `prepare` (tokenizer, token streams, held-out files), `target`, `rows` (the target's
 continuations with its distributions), `draft` (distilled on them), `export` (bfloat16 weights into this folder). Each
@@ -15,14 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from corpus import END_OF_TEXT, copy_held_out, epoch, prepare
-from distil import distillation_loss, embed_like, row_batches
-from learning import ATTENTION, Forward, Recipe, Run, llama_config, train
-from rows import write_rows
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from workers import count, in_parallel, rank
+
+from models.corpus import END_OF_TEXT, copy_held_out, epoch, prepare
+from models.distil import distillation_loss, embed_like, row_batches
+from models.learning import ATTENTION, Forward, Recipe, Run, llama_config, train
+from models.rows import write_rows
+from models.workers import count, in_parallel, rank
 
 FOLDER = Path(__file__).parent
 TARGET_MINUTES, ROWS_MINUTES, DRAFT_MINUTES = 60.0, 18.0, 22.0

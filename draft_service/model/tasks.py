@@ -144,6 +144,7 @@ class DraftProcessor:
         """Return logits [N, V] by the target's token ids, which are the model's."""
         return logits
 
+
 def confidences(logits: torch.Tensor) -> list[float]:
     """Return the chances that the next draft tokens are accepted, from logits [N, V] before any sampling parameters.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -119,9 +119,21 @@ def new_engine(settings: ModelSettings, model: LanguageModel, processor: Process
     )
 
 
+class Watched(Protocol):
+    """A thread that computes, and says whether it makes progress; an engine is one."""
+
+    @property
+    def last_step_age_s(self) -> float: ...
+    @property
+    def num_failed_forwards(self) -> int: ...
+    def is_stalled(self, max_age_s: float) -> bool: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+
 @asynccontextmanager
 async def running(
-    engine: EngineLoop[Any], server: Server, stalled_s: float = STALLED_S, watch_s: float = WATCH_S
+    engine: Watched, server: Server, stalled_s: float = STALLED_S, watch_s: float = WATCH_S
 ) -> AsyncIterator[None]:
     """Run the engine; while it makes no progress the server is not ready."""
     engine.start()
@@ -134,7 +146,7 @@ async def running(
             await asyncio.to_thread(engine.stop)
 
 
-async def _watch(engine: EngineLoop[Any], server: Server, stalled_s: float, watch_s: float) -> None:
+async def _watch(engine: Watched, server: Server, stalled_s: float, watch_s: float) -> None:
     was_stalled = False
     while True:
         await asyncio.sleep(watch_s)

@@ -38,6 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="|".join(["DIR|ID", *local.MODEL_FREE, local.NO_DRAFT]),
         help=f"the draft model, or how to draft without one (default: {default.draft})",
     )
+    for name in local.HEADS:
+        add(f"--{name}-head", metavar="DIR|ID", help=f"a head for the drafter `{name}`, trained for the target")
     add("--host", default=default.host, help=f"address of the coordinator (default: {default.host})")
     add(
         "--port",

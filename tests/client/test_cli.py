@@ -25,8 +25,15 @@ from coordinator.settings import CoordinatorSettings
 from draft_service.settings import SETTINGS as DraftSettings
 from specdec import cli, errors
 from specdec.serving.child import Child, LogLine, format_event, parse_line
-from specdec.serving.local import Options, coordinator_command, default_threads, environment_of, worker_commands
-from specdec.serving.local.preflight import notices
+from specdec.serving.local import (
+    CannotRun,
+    Options,
+    coordinator_command,
+    default_threads,
+    environment_of,
+    worker_commands,
+)
+from specdec.serving.local.preflight import check, notices
 from specdec.serving.settings import load, variable_names
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
@@ -560,6 +567,28 @@ def test_draft_model_is_optional(options: Options, drafters: str) -> None:
     assert len(worker_commands(replace(options, draft="none"), num_cores=2)) == 1
     plain: Any = load(CoordinatorSettings, "coordinator", coordinator_command(options, [1], []).flags)
     assert not plain.draft
+
+
+def test_heads_come_before_other_drafters() -> None:
+    options = Options("models/target", eagle3_head="heads/e", medusa_head="org/m")
+    [_, draft] = worker_commands(options, num_cores=2)
+    settings: Any = load(DraftSettings, "draft", draft.flags)
+    assert settings.drafters == "eagle3,medusa,recycle,ngram,suffix"
+    assert (settings.eagle3_head, settings.dflash_head, settings.medusa_head) == ("heads/e", None, "org/m")
+    assert settings.head_target == "models/target"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"eagle3_head": "./nowhere"}, "--eagle3-head: there is no folder ./nowhere"),
+        ({"dflash_head": "models"}, "--dflash-head: the folder models holds no head"),
+        ({"medusa_head": "org/name", "draft": "none"}, "--draft none means plain decoding"),
+    ],
+)
+def test_wrong_heads_do_not_start(options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(CannotRun, match=sentence):
+        check(Options("models/target", port=0, **options), {})  # type: ignore[arg-type]
 
 
 def test_store_address_is_not_on_command_lines() -> None:

@@ -6,17 +6,17 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import get_smollm2
 import gguf
 import numpy as np
 import pytest
 import torch
-from from_gguf import convert
-from get_smollm2 import SOURCE_FILE, Unavailable, Unusable, expect_hash, from_package, make, verify
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from coordinator.chat import load_chat_template
+from models import get_smollm2
+from models.from_gguf import convert
+from models.get_smollm2 import SOURCE_FILE, Unavailable, Unusable, expect_hash, from_package, make, verify
 from specdec.serving.tokenizer import load_tokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -3,7 +3,9 @@
 from itertools import islice
 
 import pytest
-from instructions import (
+
+from benchmarks.instructions import KINDS, held_out
+from models.instructions import (
     SHARED_WORDS,
     SLOT,
     Grammar,
@@ -12,8 +14,6 @@ from instructions import (
     training_instructions,
     word_runs,
 )
-
-from benchmarks.instructions import KINDS, held_out
 
 NUM_GENERATED = 1500  # of each kind
 

@@ -48,10 +48,9 @@ async def cluster(
     torch.set_num_threads(1)
     drafters = drafters or ("model,ngram" if draft_model else "ngram")
     async with AsyncExitStack() as stack:
+        drafting = {"drafters": drafters, **(draft_settings or {})}
         target_address = await stack.enter_async_context(serving_target(target))
-        draft_address = await stack.enter_async_context(
-            serving_draft(draft_model, kinds, **{"drafters": drafters, **(draft_settings or {})})
-        )
+        draft_address = await stack.enter_async_context(serving_draft(draft_model, kinds, **drafting))
         served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
         address = await stack.enter_async_context(serving_coordinator(**served))
         yield Cluster(address, target_address, draft_address)

@@ -49,8 +49,21 @@ async def test_a_drafter_sees_its_settings() -> None:
 
 def test_unknown_drafters_are_named() -> None:
     kinds = registered()
-    with pytest.raises(ValueError, match="'oracle'; there are: model, ngram"):
+    with pytest.raises(ValueError, match="'oracle'; there are: dflash, eagle3, medusa, model, ngram"):
         chosen_kinds(settings_for(kinds)(drafters="ngram,oracle"), kinds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"medusa_head": "m"}, "--medusa-head needs --head-target"),
+        ({"drafters": "dflash", "head_target": "t"}, "--dflash-head is missing"),
+    ],
+)
+def test_half_a_head_does_not_start(settings: dict[str, str], sentence: str) -> None:
+    kinds = registered()
+    with pytest.raises(ValueError, match=sentence):
+        chosen_kinds(settings_for(kinds).model_validate(settings), kinds)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +72,7 @@ def test_unknown_drafters_are_named() -> None:
         ({}, ["recycle", "ngram", "suffix"]),
         ({"model": "models/draft"}, ["model", "recycle", "ngram", "suffix"]),
         ({"model": "models/draft", "drafters": "ngram"}, ["ngram"]),
+        ({"eagle3_head": "e", "head_target": "t"}, ["eagle3", "recycle", "ngram", "suffix"]),
     ],
 )
 def test_a_model_is_the_default_where_there_is_one(settings: dict[str, str], names: list[str]) -> None:

@@ -14,12 +14,13 @@ from specdec.serving.local.commands import (
     environment_of,
     worker_commands,
 )
-from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
+from specdec.serving.local.options import ADDRESS_VARIABLE, HEADS, MODEL_FREE, NO_DRAFT, CannotRun, Options
 from specdec.serving.local.progress import Progress
 from specdec.serving.local.stack import Stack, running
 
 __all__ = [
     "ADDRESS_VARIABLE",
+    "HEADS",
     "MODEL_FREE",
     "NO_DRAFT",
     "CannotRun",

@@ -64,9 +64,14 @@ def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", 
 def _draft_flags(options: Options) -> tuple[str, ...]:
     """A draft worker offers what needs no model too, so that each request can choose; what was asked for is first."""
     has_model = options.draft not in MODEL_FREE
-    drafters = ",".join(dict.fromkeys(["model" if has_model else options.draft, *MODEL_FREE]))
+    drafters = ",".join(dict.fromkeys([*options.heads, "model" if has_model else options.draft, *MODEL_FREE]))
     model = ("--model", options.draft, "--target-tokenizer", options.target) if has_model else ()
-    return ("--drafters", drafters, *model, "--suffix-tokenizer", options.target)
+    return ("--drafters", drafters, *model, *_head_flags(options), "--suffix-tokenizer", options.target)
+
+
+def _head_flags(options: Options) -> tuple[str, ...]:
+    flags = [part for name, head in options.heads.items() for part in (f"--{name}-head", head)]
+    return (*flags, "--head-target", options.target) if flags else ()
 
 
 def _common_flags(options: Options, metrics_port: int) -> tuple[str, ...]:

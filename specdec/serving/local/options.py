@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from specdec.serving.settings import Device, Dtype
 
 NO_DRAFT = "none"
+HEADS = ("eagle3", "dflash", "medusa")  # drafters with a head that was trained for the target
 MODEL_FREE = ("recycle", "ngram", "suffix")  # drafters that need no model
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
 
@@ -23,6 +24,9 @@ class Options:
 
     target: str
     draft: str = MODEL_FREE[0]
+    eagle3_head: str | None = None  # folder or hub id, as of the other heads; heads come before `draft`
+    dflash_head: str | None = None
+    medusa_head: str | None = None
     host: str = "127.0.0.1"  # of the coordinator; workers are always on loopback
     port: int = 50051  # 0 takes a free one
     store: str = "embedded"
@@ -34,3 +38,9 @@ class Options:
     draft_threads: int | None = None
     metrics_ports: int | None = None  # the first of consecutive ones: coordinator, targets, drafts
     drain_s: float = 5.0
+
+    @property
+    def heads(self) -> dict[str, str]:
+        """Return the heads to draft with, by the drafter's name."""
+        given = {"eagle3": self.eagle3_head, "dflash": self.dflash_head, "medusa": self.medusa_head}
+        return {name: head for name, head in given.items() if head}

@@ -26,6 +26,7 @@ def check(options: Options, environment: Mapping[str, str]) -> None:
     _check_model("--target", options.target)
     if options.draft not in (*MODEL_FREE, NO_DRAFT):
         _check_model("--draft", options.draft)
+    _check_heads(options)
     _check_variables(environment)
     _check_overridden(options, environment)
     _check_port(options.host, options.port)
@@ -61,6 +62,17 @@ def _check_folder(flag: str, name: str, folder: Path) -> None:
     if not any(folder.glob("*.safetensors")):
         remedy = "save the model there with save_pretrained; other formats are not loaded"
         raise CannotRun(f"{flag}: the folder {name} holds no weights (no *.safetensors); {remedy}", 2)
+
+
+def _check_heads(options: Options) -> None:
+    if options.heads and options.draft == NO_DRAFT:
+        raise CannotRun(f"--draft {NO_DRAFT} means plain decoding; leave it out, or leave out the heads", 2)
+    for name, head in options.heads.items():
+        folder = Path(head).expanduser()
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise CannotRun(f"--{name}-head: the folder {head} holds no head (no config.json)", 2)
+        if not folder.is_dir() and (head.startswith(".") or not HUB_ID.fullmatch(head)):
+            raise CannotRun(f"--{name}-head: there is no folder {head}; give a head's folder, or a hub id", 2)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:

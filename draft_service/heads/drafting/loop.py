@@ -1,0 +1,205 @@
+"""The thread that runs a head for all sessions: each step takes one forward of every round that is under way."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from draft_service.drafter import DraftRequest
+from draft_service.heads.drafting.rounds import HeadRound, SessionLost
+from draft_service.heads.drafting.sessions import HeldSessions
+from specdec.engine import EngineError
+from specdec.exact.values import ObservationRequest, Proposal
+from specdec.serving.session_stream import WorkerSession
+
+RoundT = TypeVar("RoundT", bound=HeadRound)
+
+logger = logging.getLogger(__name__)
+
+ROUNDS_PER_EVICTION = 16  # memory is counted after so many
+
+
+class Runner(Protocol[RoundT]):
+    """A kind of head. Everything but `new_round` runs on the loop's thread."""
+
+    observations: ObservationRequest
+    hidden_size: int  # of the target's states
+    num_ahead: int  # tokens after a position that what is held of it depends on
+    sessions: HeldSessions
+
+    def new_round(self, session: WorkerSession, request: DraftRequest, states: torch.Tensor | None) -> RoundT:
+        """Return a round; `states` [N, layers, hidden_size] are those that arrived."""
+        ...
+
+    def begin(self, begun: RoundT) -> None:
+        """Take in what was observed; `begun.held` has the round's tokens."""
+        ...
+
+    def step(self, rounds: Sequence[RoundT]) -> None:
+        """Run one forward for all rounds; end those that need no other."""
+        ...
+
+
+class HeadLoop(Generic[RoundT]):
+    """Runs rounds in batches on one thread of its own."""
+
+    def __init__(self, runner: Runner[RoundT]) -> None:
+        self._runner = runner
+        self._inbox: SimpleQueue[RoundT | Callable[[], None]] = SimpleQueue()
+        self._rounds: list[RoundT] = []
+        self._stopping = False
+        self._num_failed = 0
+        self._num_ended = 0  # since memory was last counted
+        self._step_began_s: float | None = None
+        self._thread = threading.Thread(target=self._work, name="head", daemon=True)
+
+    # --- called from anywhere
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step in progress; rounds that are not done fail. Blocks until then."""
+        self._inbox.put(self._set_stopping)
+        self._thread.join()
+
+    async def run(self, asked: RoundT) -> Proposal:
+        """Run a round to its end. Raises SessionLost, EngineError, or what the round failed with."""
+        if self._stopping or not self._thread.is_alive():
+            raise EngineError("the head is not running; ask another worker")
+        self._inbox.put(asked)
+        if self._stopping:  # the thread may have emptied the inbox for the last time
+            raise EngineError("the head is stopping; ask another worker")
+        return await asked.future
+
+    def forget(self, session_id: str) -> None:
+        """Free a session. Returns at once."""
+        self._inbox.put(lambda: self._forget(session_id))
+
+    @property
+    def last_step_age_s(self) -> float:
+        """Seconds since the step in progress began; 0 when the head is idle."""
+        began_s = self._step_began_s
+        return 0.0 if began_s is None else time.perf_counter() - began_s
+
+    @property
+    def num_failed_forwards(self) -> int:
+        """How many steps have failed since the last one that succeeded."""
+        return self._num_failed
+
+    def is_stalled(self, max_age_s: float) -> bool:
+        """Whether work makes no progress: a step takes longer than `max_age_s`, or the thread has ended."""
+        return self.last_step_age_s > max_age_s or not self._thread.is_alive()
+
+    # --- called on the thread
+
+    def _set_stopping(self) -> None:
+        self._stopping = True
+
+    def _work(self) -> None:
+        try:
+            with torch.inference_mode():
+                while True:
+                    self._take_arrivals()
+                    if self._stopping:
+                        break
+                    self._step_began_s = time.perf_counter()
+                    self._step()
+                    self._step_began_s = None
+        except BaseException as error:
+            logger.critical("head_ended", extra={"error": type(error).__name__})
+            raise
+        finally:
+            self._stopping = True
+            self._fail_everything()
+
+    def _take_arrivals(self) -> None:
+        """Empty the inbox; while no round is under way, wait until there is something in it."""
+        with contextlib.suppress(Empty):
+            while True:
+                arrival = self._inbox.get(block=not self._rounds and not self._stopping)
+                if isinstance(arrival, HeadRound):
+                    self._begin(arrival)
+                else:
+                    arrival()
+
+    def _begin(self, arrived: RoundT) -> None:
+        """Let a round begin; an older one of its session, which nobody awaits, ends."""
+        key = arrived.session.session_id
+        self._rounds = [under_way for under_way in self._rounds if under_way.session.session_id != key]
+        arrived.begin()
+        sessions, request = self._runner.sessions, arrived.request
+        if (length := sessions.length(key)) < request.start:
+            arrived.fail(SessionLost(length))
+            return self._deliver(arrived)
+        arrived.held = held = sessions.open(key)
+        held.update(request, self._runner.num_ahead)
+        if held.answer and held.answer[:2] == (request.committed_length, request.num_draft_tokens):
+            arrived.finish(held.answer[2])
+            return self._deliver(arrived)
+        self._rounds.append(arrived)
+        try:
+            self._runner.begin(arrived)
+        except Exception as error:
+            self._fail([arrived], error)
+        return None
+
+    def _step(self) -> None:
+        """Take one step of all rounds; those that nobody awaits any more are dropped."""
+        self._end_done()
+        if not self._rounds:
+            return
+        began_s = time.perf_counter()
+        try:
+            self._runner.step(self._rounds)
+            self._num_failed = 0
+        except Exception as error:
+            self._fail([under_way for under_way in self._rounds if not under_way.done], error)
+        elapsed_s = time.perf_counter() - began_s
+        for under_way in self._rounds:
+            under_way.times.forward_s += elapsed_s
+        self._end_done()
+
+    def _end_done(self) -> None:
+        for ended in [under_way for under_way in self._rounds if under_way.done]:
+            if ended.proposal:
+                ended.held.answer = ended.request.committed_length, ended.num_draft_tokens, ended.proposal
+            self._deliver(ended)
+            self._num_ended += 1
+        self._rounds = [under_way for under_way in self._rounds if not under_way.done]
+        if self._num_ended >= ROUNDS_PER_EVICTION:
+            self._num_ended = 0
+            self._runner.sessions.evict({under_way.session.session_id for under_way in self._rounds})
+
+    def _fail(self, rounds: list[RoundT], cause: Exception) -> None:
+        self._num_failed += 1
+        logger.error("head_rounds_failed", extra={"error": type(cause).__name__, "num_rounds": len(rounds)})
+        for under_way in rounds:
+            error = EngineError(f"the head failed: {type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            under_way.fail(error)
+            self._runner.sessions.forget(under_way.session.session_id)  # its keys may be incomplete
+
+    def _forget(self, session_id: str) -> None:
+        if all(under_way.session.session_id != session_id for under_way in self._rounds):
+            self._runner.sessions.forget(session_id)
+
+    def _deliver(self, ended: HeadRound) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the round any more
+            ended.event_loop.call_soon_threadsafe(ended.deliver)
+
+    def _fail_everything(self) -> None:
+        while not self._inbox.empty():
+            arrival = self._inbox.get()
+            if isinstance(arrival, HeadRound):
+                self._rounds.append(arrival)
+        for under_way in self._rounds:
+            if not under_way.done:
+                under_way.fail(EngineError("the head stopped before the round was done"))
+            self._deliver(under_way)

@@ -1,0 +1,123 @@
+"""One session's round at a head: what it knows, what it asks for, how it ends."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import torch
+
+from draft_service.drafter import DraftRequest
+from draft_service.heads.drafting.predictions import ranking_params
+from draft_service.heads.drafting.sessions import HeldSession
+from specdec.engine import TaskTimes
+from specdec.errors import NonFiniteLogitsError
+from specdec.exact.randomness import Purpose, uniforms
+from specdec.exact.sampling import SamplingContext, draw
+from specdec.exact.values import Proposal, SparseDistribution
+from specdec.serving.session_stream import WorkerSession
+
+NOTHING = Proposal()
+
+
+class SessionLost(Exception):
+    """The worker holds less of the session than the request starts from."""
+
+    def __init__(self, cached_len: int) -> None:
+        super().__init__(f"{cached_len} tokens are held")
+        self.cached_len = cached_len
+
+
+class HeadRound:
+    """A round; everything but the constructor and `deliver` runs on the head's thread."""
+
+    def __init__(self, session: WorkerSession, request: DraftRequest, states: torch.Tensor | None) -> None:
+        self.session = session
+        self.request = request
+        self.states = states  # [N, layers, hidden_size], the target's, from `request.observations.start` on
+        self.held: HeldSession  # set before the round begins
+        self.times = TaskTimes()
+        self.proposal: Proposal | None = None
+        self.error: Exception | None = None
+        self.future: asyncio.Future[Proposal] = asyncio.get_running_loop().create_future()
+        self.event_loop = asyncio.get_running_loop()
+        self._arrived_s = time.perf_counter()
+        self._ranking = ranking_params(session.sampling)
+
+    @property
+    def done(self) -> bool:
+        """Whether the round has ended, or nobody waits for it any more."""
+        return self.proposal is not None or self.error is not None or self.future.done()
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """K."""
+        return self.request.num_draft_tokens
+
+    def begin(self) -> None:
+        """Note that the round has left the queue."""
+        self.times.queue_s = time.perf_counter() - self._arrived_s
+
+    def finish(self, proposal: Proposal) -> None:
+        """End with a proposal."""
+        self.proposal = proposal
+        self.times.total_s = time.perf_counter() - self._arrived_s
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        self.error = error
+
+    def fail_not_finite(self) -> None:
+        """End with the error of logits that are not finite."""
+        self.fail(NonFiniteLogitsError("the head's logits for this session are not finite"))
+
+    def deliver(self) -> None:
+        """Wake who awaits the round; runs on the event loop."""
+        if self.future.done():
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.proposal or NOTHING)
+
+    def context(self, path: Sequence[int] = ()) -> SamplingContext:
+        """Return what the distribution of a token depends on that is drawn after the text and `path`."""
+        return self._context(self.session.sampling, path)
+
+    def ranking(self, path: Sequence[int] = ()) -> SamplingContext:
+        """Return what the rank of a candidate depends on after the text and `path`."""
+        return self._context(self._ranking, path)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether distributions depend on what was drawn before."""
+        return self.session.sampling.has_penalties
+
+    def _context(self, sampling: "object", path: Sequence[int]) -> SamplingContext:
+        if not self.has_penalties:
+            return SamplingContext(sampling)  # type: ignore[arg-type]
+        text, num_prompt = self.held.tokens, self.session.num_prompt_tokens
+        return SamplingContext(sampling, text[:num_prompt], [*text[num_prompt:], *path])  # type: ignore[arg-type]
+
+
+class DrawnChain:
+    """A chain in the making: each token is drawn from the distribution that is shipped."""
+
+    def __init__(self, session: WorkerSession, request: DraftRequest) -> None:
+        self.tokens: list[int] = []
+        self.distributions: list[SparseDistribution] = []
+        self._uniforms = uniforms(session.seed, request.committed_length, request.num_draft_tokens, Purpose.DRAFT)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tokens that were asked for are drawn."""
+        return len(self.tokens) == len(self._uniforms)
+
+    def draw_from(self, distribution: SparseDistribution) -> int:
+        """Draw the next token."""
+        self.tokens.append(draw(distribution, self._uniforms[len(self.tokens)]))
+        self.distributions.append(distribution)
+        return self.tokens[-1]
+
+    def proposal(self) -> Proposal:
+        """Return the chain."""
+        return Proposal(tuple(self.tokens), tuple(self.distributions))

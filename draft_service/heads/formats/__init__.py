@@ -1,0 +1,1 @@
+"""The formats in which heads are published: read and written."""

@@ -1,0 +1,13 @@
+"""Settings of drafters that draw: how far a distribution is cut before it is drawn from and shipped."""
+
+from pydantic import Field
+
+from specdec.exact.values import MAX_SUPPORT_TOKENS
+from specdec.serving.settings import ModelSettings
+
+
+class SupportSettings(ModelSettings):
+    """Settings of the supports of distributions."""
+
+    support_mass: float = Field(0.99, gt=0, le=1, description="a distribution is cut to the fewest tokens of this mass")
+    support_max: int = Field(64, ge=1, le=MAX_SUPPORT_TOKENS, description="maximum number of tokens of a support")

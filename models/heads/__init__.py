@@ -1,0 +1,1 @@
+"""Training heads that draft from a target's hidden states, on the target's own answers."""

@@ -1,0 +1,262 @@
+"""Training heads: what is sampled, what is predicted from what, and the whole from nothing to a served folder."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draft_service.heads.formats.dflash import load_dflash
+from draft_service.heads.formats.eagle3 import load_eagle3
+from draft_service.heads.formats.medusa import load_medusa
+from draft_service.heads.layers import attend
+from models.heads import dflash, eagle3, medusa
+from models.heads.batches import Batch, Samples
+from models.heads.prompts import from_grammar, from_texts, read_texts
+from models.heads.samples import Facts, Instruction, Sampler, SampleStore
+from models.heads.target import TargetParts, load_parts, state_layers
+from models.train_head import main
+from specdec.engine import load_language_model
+from specdec.serving.tokenizer import load_tokenizer
+from tests.support.architectures import build
+from tests.support.cluster import save_tokenizer
+
+NUM_DRAFT_TOKENS = 24  # of a reduced vocabulary
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny target with a tokenizer."""
+    folder = build("llama", tmp_path_factory.mktemp("target"))
+    return save_tokenizer(folder, json.loads((folder / "config.json").read_text())["vocab_size"])
+
+
+@pytest.fixture(scope="module")
+def parts(target: Path) -> TargetParts:
+    """Return what heads take from the target."""
+    return load_parts(target, "tiny", state_layers(3))
+
+
+@pytest.fixture
+def batch(parts: TargetParts) -> Batch:
+    """Return random tokens and states of two samples, the second one padded."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(parts.vocab_size, (2, 14), generator=generator)
+    states = torch.randn(2, 14, len(parts.layers), parts.hidden_size, generator=generator)
+    is_answer = torch.zeros(2, 14, dtype=torch.bool)
+    is_answer[0, 4:14] = True
+    is_answer[1, 5:11] = True
+    return Batch(tokens, states, is_answer)
+
+
+def stirred(head: torch.nn.Module) -> torch.nn.Module:
+    """Give every trained weight random values, so that each of them matters."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in head.parameters():
+            if weight.requires_grad:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    return head
+
+
+def draft_tokens(parts: TargetParts) -> torch.Tensor:
+    """Return the tokens of a reduced vocabulary."""
+    return torch.arange(0, parts.vocab_size, 2)[:NUM_DRAFT_TOKENS]
+
+
+# ---- sampling
+
+
+def greedy(count: int) -> list[Instruction]:
+    """Return some prompts to be continued greedily."""
+    return [Instruction("text", 0.0, [1 + number, 7, 3]) for number in range(count)]
+
+
+def test_greedy_answers_equal_generate(target: Path) -> None:
+    model = load_language_model(str(target), dtype="float32", kv_cache_bytes=1 << 22)
+    sampler = Sampler(model, (1, 3), (), 9, seed=0)
+    reference = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    for instruction, tokens, _ in sampler.answers(iter(greedy(5)), num_at_once=2):
+        expected = reference.generate(
+            torch.tensor([instruction.tokens]), max_new_tokens=9, do_sample=False, eos_token_id=None
+        )
+        assert tokens == expected[0].tolist()
+
+
+def test_states_are_those_of_transformers(target: Path) -> None:
+    model = load_language_model(str(target), dtype="float32", kv_cache_bytes=1 << 22)
+    reference = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    for _, tokens, states in Sampler(model, (1, 3), (), 6, seed=0).answers(iter(greedy(3)), num_at_once=3):
+        found = torch.from_numpy(np.frombuffer(states, "<i2").copy()).view(torch.bfloat16).view(len(tokens), 2, -1)
+        with torch.no_grad():
+            hidden = reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        torch.testing.assert_close(found.float(), torch.stack((hidden[1][0], hidden[3][0]), 1), rtol=2e-2, atol=2e-2)
+
+
+def test_answers_end_with_the_end_token(target: Path) -> None:
+    model = load_language_model(str(target), dtype="float32", kv_cache_bytes=1 << 22)
+    [(_, free, _)] = Sampler(model, (1,), (), 9, seed=0).answers(iter(greedy(1)), num_at_once=1)
+    end = free[5]
+    [(_, ended, _)] = Sampler(model, (1,), (end,), 9, seed=0).answers(iter(greedy(1)), num_at_once=1)
+    assert ended == free[: free.index(end, 3) + 1]
+
+
+def test_interrupted_sample_is_dropped(tmp_path: Path) -> None:
+    facts = Facts("f", (1,), 2)
+    store = SampleStore(tmp_path, facts)
+    store.append("chat", 0.0, 1, [5, 6, 7], np.arange(6, dtype="<u2").tobytes())
+    with (tmp_path / "index.jsonl").open("a") as index:
+        index.write('{"kind": "cha')
+    with (tmp_path / "tokens.bin").open("ab") as tokens:
+        tokens.write(b"rest")
+    again = SampleStore(tmp_path, facts)
+    again.append("code", 1.0, 1, [8, 9], np.arange(4, dtype="<u2").tobytes())
+    reader = SampleStore(tmp_path, facts).reader()
+    assert [reader[index].tokens.tolist() for index in range(len(reader))] == [[5, 6, 7], [8, 9]]
+    assert reader[1].states.view(torch.int16).flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_samples_of_other_targets_are_refused(tmp_path: Path) -> None:
+    SampleStore(tmp_path, Facts("one", (1,), 2))
+    with pytest.raises(ValueError, match="another target"):
+        SampleStore(tmp_path, Facts("other", (1,), 2))
+
+
+def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
+    store = SampleStore(tmp_path, Facts("f", (1,), 2))
+    for number in range(120):
+        store.append("text", number % 2, 1, [number, number, number], bytes(12))
+    samples = Samples([store.reader()], max_tokens=8)
+    held_out = {int(token) for t in (0.0, 1.0) for batch in samples.of_held_out(30, t) for token in batch.tokens[:, 0]}
+    trained = {int(token) for batch in islice(samples.endless(30, seed=0), 60) for token in batch.tokens[:, 0]}
+    assert held_out == set(range(0, 120, 23))
+    assert trained == set(range(120)) - held_out
+
+
+def test_prompts_are_endless_and_alternate(target: Path) -> None:
+    tokenizer = load_tokenizer(str(target))
+    instructions = list(islice(from_grammar(tokenizer, None, seed=0), 24))
+    assert {instruction.temperature for instruction in instructions} == {0.0, 1.0}
+    passages = list(islice(from_texts(tokenizer, ["t1 t2 t3 t4 t5 t6"], 1, 3, seed=0), 10))
+    assert {passage.temperature for passage in passages} == {0.0, 1.0}
+
+
+def test_unreadable_texts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    with pytest.raises(ValueError, match=r"picture\.png cannot be read as text"):
+        read_texts([str(tmp_path)])
+
+
+# ---- what is predicted from what
+
+
+def test_eagle3_trains_what_drafting_computes(parts: TargetParts, batch: Batch) -> None:
+    head = stirred(eagle3.new_head(parts, draft_tokens(parts)))
+    assert isinstance(head, eagle3.Eagle3Head)
+    objective = eagle3.Eagle3Objective(head, parts)
+    length = batch.tokens.shape[1]
+    with torch.no_grad():
+        for step, (logits, last, counts) in enumerate(objective._steps(batch)):
+            for row in counts.nonzero().flatten().tolist():
+                sample, place = divmod(int(last[row]), length)
+                expected = drafted(head, batch.tokens[sample], batch.states[sample, :, :-1], place - step - 1, step)
+                torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
+
+
+def drafted(
+    head: eagle3.Eagle3Head, tokens: torch.Tensor, states: torch.Tensor, last_pair: int, num_steps: int
+) -> torch.Tensor:
+    """Return the logits after `num_steps` tokens were drafted, given the target's states up to a pair: pair by pair."""
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    logits = torch.zeros(0)
+    own = torch.zeros(0)
+    for pair in range(last_pair + num_steps + 1):
+        state = head.joined(states[pair].float()) if pair <= last_pair else own
+        angles = head.rotary(torch.tensor(pair + 1))
+        projected, residual = head.layer.project_pair(head.embed_tokens(tokens[pair + 1]), state, angles)
+        keys.append(projected.key)
+        values.append(projected.value)
+        attended = attend(projected.query[None], torch.stack(keys), torch.stack(values), None)[0]
+        logits, own = head.predict(head.layer.finish(residual, attended))
+    return logits
+
+
+def test_dflash_blocks_see_only_what_precedes(parts: TargetParts, batch: Batch) -> None:
+    head = stirred(dflash.new_head(parts, draft_tokens(parts), 0))
+    assert isinstance(head, dflash.DFlashHead)
+    with torch.no_grad():
+        logits, last, counts = dflash.DFlashObjective(head, parts)._predicted(batch)
+        assert counts.any()
+        for block, place in counts.nonzero().tolist():
+            sample, after = divmod(int(last[block, place]), batch.tokens.shape[1])
+            anchor = after - place
+            context = head.offered(batch.states[sample, :anchor, :-1].float(), torch.arange(anchor))
+            expected = head.predict(batch.tokens[sample, anchor], torch.tensor(anchor), context, None)
+            torch.testing.assert_close(logits[block, place], expected[place], rtol=1e-4, atol=1e-4)
+
+
+def test_medusa_heads_look_further_each(parts: TargetParts, batch: Batch) -> None:
+    head = stirred(medusa.new_head(parts, draft_tokens(parts)))
+    assert isinstance(head, medusa.MedusaHead)
+    with torch.no_grad():
+        predicted = medusa.MedusaObjective(head, parts)._predicted(batch)
+        for depth, (logits, finals, tokens) in enumerate(predicted):
+            places = [(n, t) for n, t in batch.is_answer.nonzero().tolist() if t >= depth + 2]
+            assert tokens.tolist() == [int(batch.tokens[place]) for place in places]
+            for row, (sample, place) in enumerate(places):
+                state = batch.states[sample, place - depth - 2, -1].float()
+                torch.testing.assert_close(logits[row], head(state)[depth], rtol=1e-4, atol=1e-4)
+                assert torch.equal(finals[row], batch.states[sample, place - 1, -1].float())
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
+def test_shared_weights_are_not_trained(parts: TargetParts, kind: str) -> None:
+    tokens = draft_tokens(parts)
+    head = {
+        "eagle3": lambda: eagle3.new_head(parts, tokens),
+        "dflash": lambda: dflash.new_head(parts, tokens, 0),
+        "medusa": lambda: medusa.new_head(parts, tokens),
+    }[kind]()
+    frozen = {name for name, weight in head.named_parameters() if not weight.requires_grad}
+    assert frozen == ({"lm_heads.0.weight"} if kind == "medusa" else {"embed_tokens.weight", "lm_head.weight"})
+
+
+# ---- the whole
+
+
+SMALL = ("--tokens", "3000", "--draft-vocabulary", "40", "--at-once", "16", "--max-new-tokens", "20")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa", "draft"])
+def test_training_exports_a_head(kind: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    arguments = ["--target", str(target), "--kind", kind, "--out", str(out), "--work", str(tmp_path / "work")]
+    main([*arguments, "--minutes", "0.02", *SMALL])
+    assert "held out, temperature 1: first choice" in capsys.readouterr().out
+    assert "held out, temperature 1: first choice" in (out / "README.md").read_text()
+    if kind == "draft":
+        AutoModelForCausalLM.from_pretrained(out)
+        assert (out / "tokenizer.json").exists()
+        return
+    load = {"eagle3": load_eagle3, "dflash": load_dflash, "medusa": load_medusa}[kind]
+    head = load(out, target)
+    assert len(head.vocabulary.target_ids) == 40
+
+
+def test_training_continues_where_it_stopped(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", str(target), "--kind", "medusa", "--work", str(tmp_path), *SMALL]
+    steps = []
+    for minutes in ("0.01", "0.03"):
+        main([*arguments, "--minutes", minutes])
+        steps.append(int(capsys.readouterr().out.split("step ")[-1].split(",")[0]))
+    assert 0 < steps[0] < steps[1]
+    assert len(list(tmp_path.glob("samples-*/index.jsonl"))) == 1
+
+
+def test_missing_target_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"does not exist; give one that does"):
+        main(["--target", str(tmp_path / "none"), "--kind", "medusa", "--work", str(tmp_path)])
