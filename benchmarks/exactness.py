@@ -67,9 +67,9 @@ CASES = {
     "penalties": Case(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)),
     "n-gram": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="ngram")),
     "draft killed": Case(kills_draft=True),
-    "block rule": Case(
+    "token rule": Case(
         speculation=SpeculationParams(
-            num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.BLOCK
+            num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.TOKEN
         )
     ),
     "recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="recycle")),
@@ -77,9 +77,9 @@ CASES = {
     "recycle, top_p 0.8": Case(
         SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="recycle")
     ),
-    "suffix, block rule": Case(
+    "suffix, token rule": Case(
         speculation=SpeculationParams(
-            num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.BLOCK
+            num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.TOKEN
         )
     ),
     "model and recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="model+recycle")),
@@ -236,7 +236,7 @@ def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
         if case.speculation.drafter == "ngram"
         else lambda *text: truncated(draft_distributions(sum(text, ())))
     )
-    rule = case.speculation.acceptance_rule or AcceptanceRuleName.TOKEN
+    rule = case.speculation.acceptance_rule or AcceptanceRuleName.BLOCK
     drafted, accepted = expected_counts(target_distributions, rows, rule)
     return accepted / drafted
 
