@@ -70,9 +70,9 @@ CASES = {
     "penalties": Case(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)),
     "n-gram": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="ngram")),
     "draft killed": Case(kills_draft=True),
-    "block rule": Case(
+    "token rule": Case(
         speculation=SpeculationParams(
-            num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.BLOCK
+            num_draft_tokens=NUM_DRAFT_TOKENS, drafter="model", acceptance_rule=AcceptanceRuleName.TOKEN
         )
     ),
     "recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="recycle")),
@@ -80,9 +80,9 @@ CASES = {
     "recycle, top_p 0.8": Case(
         SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="recycle")
     ),
-    "suffix, block rule": Case(
+    "suffix, token rule": Case(
         speculation=SpeculationParams(
-            num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.BLOCK
+            num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.TOKEN
         )
     ),
     "self": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="self")),
@@ -258,7 +258,7 @@ def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
     """Return a case's acceptance rate by the distributions of its models; None for trees and for automatic K."""
     if case.speculation.num_draft_tokens is None or case.speculation.drafter in TREE_DRAFTERS:
         return None
-    rule = case.speculation.acceptance_rule or AcceptanceRuleName.TOKEN
+    rule = case.speculation.acceptance_rule or AcceptanceRuleName.BLOCK
     rows = drafted_by(case, target, draft)
     drafted, accepted = expected_counts(distributions_of(target, case.sampling), rows, rule)
     return accepted / drafted

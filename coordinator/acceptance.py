@@ -229,6 +229,10 @@ RULES: Mapping[AcceptanceRuleName, AcceptanceRule] = {
     AcceptanceRuleName.BLOCK: BlockRule(),
 }
 
+# on chains never worse than the token rule (enumerated: 612 of 612), on merged trees neither (456 of 456); of 450
+# enumerated trees with drawn siblings 92 are better, and one is worse, by 0.1 %
+DEFAULT_RULE = AcceptanceRuleName.BLOCK
+
 
 def choose(weights: Sequence[float], uniform: float) -> int:
     """Return i with probability weights[i] / sum(weights), by inverting the cumulative sum at `uniform` in [0, 1)."""

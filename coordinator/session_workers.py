@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from coordinator import metrics
-from coordinator.acceptance import RULES
+from coordinator.acceptance import DEFAULT_RULE, RULES
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
@@ -19,7 +19,7 @@ from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
 from specdec.exact.values import ObservationRequest
 from specdec.serving.telemetry import get_logger
-from specdec.types import AcceptanceRuleName, ModelInfo, SpeculationParams
+from specdec.types import ModelInfo, SpeculationParams
 
 UNCONFIRMED = ""  # stands for a drafter that no worker has confirmed yet: any name would add to the statistics
 
@@ -55,7 +55,7 @@ class SessionWorkers:
             scorer=self._workers.target.open(session, model.vocab_size, observed, capabilities.ask_soon),
             drafters=drafters,
             joint=joint_drafters(names, drafters),
-            rule=RULES[speculation.acceptance_rule or AcceptanceRuleName.TOKEN],
+            rule=RULES[speculation.acceptance_rule or DEFAULT_RULE],
             chooser=PlanChooser(
                 self._statistics.for_seed(None if is_greedy else session.sampling.seed),
                 names,

@@ -16,6 +16,7 @@ from coordinator.choosing.comparisons import Comparisons, Unused, is_chosen
 from coordinator.choosing.costs import Counts
 from coordinator.choosing.plans import PLAIN, DraftPlan, Estimate, RoundOutcome, Trial
 from coordinator.choosing.shared_statistics import SharedStatistics
+from coordinator.joint_names import AND
 from specdec.exact.values import Proposal
 from specdec.types import MAX_DRAFT_TOKENS
 
@@ -23,6 +24,7 @@ LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, *range(32, M
 PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.05  # speculation must promise this speed-up, so that it does not alternate with plain decoding
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
+JOINT_LENGTH = 16  # draft tokens asked of drafters that draft together; they stop where more would not pay
 COMPARED_LENGTH = 16  # draft tokens of a proposal that no round uses
 COMPARED_COST = 0.5  # it may take this fraction of the time in which the target scores
 ROUNDS_PER_COMPARISON = 2  # of one session, times the sessions at the target worker
@@ -156,7 +158,7 @@ class PlanChooser:
 
     def _best_length(self, drafter: str, lengths: Counts) -> Estimate:
         """Return the drafter's best plan with one of these numbers of draft tokens."""
-        acceptance = self._acceptance[drafter]
+        acceptance, lengths = self._acceptance[drafter], self._lengths_of(drafter, lengths)
         tokens, drafted = acceptance.expected_tokens()[lengths], acceptance.expected_drafted()[lengths]
         seconds = self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted, drafter)
         best = int(np.argmax(tokens / seconds))
@@ -164,7 +166,12 @@ class PlanChooser:
 
     def _probe(self, drafter: str, maximum: int) -> DraftPlan:
         """Return a plan that measures what a drafter costs."""
-        return DraftPlan(drafter, maximum if self._is_fixed else min(PROBE_LENGTH, maximum))
+        length = JOINT_LENGTH if AND in drafter else PROBE_LENGTH
+        return DraftPlan(drafter, maximum if self._is_fixed else min(length, maximum))
+
+    def _lengths_of(self, drafter: str, lengths: Counts) -> Counts:
+        """Return the lengths to consider: of joint drafters one, as another K would give their nodes other meanings."""
+        return np.minimum(lengths[-1:], JOINT_LENGTH) if AND in drafter and not self._is_fixed else lengths
 
     def _lengths(self, maximum: int) -> Counts:
         """Return the numbers of draft tokens to choose among, rising."""

@@ -70,7 +70,7 @@ class DFlashHead(nn.Module):
         return self.logits(hidden)
 
     def begin(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Angles]:
-        """Return embeddings [..., B, hidden_size] and angles of the blocks that begin with tokens [...] at positions."""
+        """Return embeddings [..., B, hidden_size] and angles of blocks that begin with tokens [...]."""
         places = positions.unsqueeze(-1) + torch.arange(self.shape.block_size, device=positions.device)
         block = torch.full_like(places, self.shape.mask_token_id)
         block[..., 0] = tokens

@@ -95,7 +95,7 @@ class DFlashObjective:
 
 
 def _attended(own: Projected, context: KeysAndValues, anchors: torch.Tensor) -> torch.Tensor:
-    """Return what blocks [N, M, B, heads, size] see: the context [N, L, ...] before their anchors [N, M], themselves."""
+    """Return what blocks [N, M, B, heads, size] see: the context [N, L, ...] before anchors [N, M], themselves."""
     keys, values = context
     length, num_kv_heads, size = keys.shape[1:]
     grouped = own.query.unflatten(3, (num_kv_heads, -1)) * size**-0.5  # [N, M, B, kv_heads, group, size]
