@@ -87,10 +87,12 @@ async def test_head_of_a_deeper_target_is_logged(tmp_path: Path) -> None:
     save_eagle3(eagle3_head(target_folder(str(deep))), tmp_path / "head", "deep", with_lm_head=False)
     settings = {"eagle3_head": str(tmp_path / "head"), "head_target": str(deep)}
     with structlog.testing.capture_logs() as logs:
-        async with cluster(shallow, drafters="eagle3", draft_settings=settings) as running:
-            async with AsyncClient(running.address) as client:
-                sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
-                completion = await client.complete(prompt_token_ids=[1, 2, 3], sampling=sampling)
+        async with (
+            cluster(shallow, drafters="eagle3", draft_settings=settings) as running,
+            AsyncClient(running.address) as client,
+        ):
+            sampling = SamplingParams(temperature=0.0, max_new_tokens=8, ignore_eos=True)
+            completion = await client.complete(prompt_token_ids=[1, 2, 3], sampling=sampling)
     assert len(completion.tokens) == 8
     (warning,) = [entry for entry in logs if entry["event"] == "drafter_observes_nothing"]
     assert (warning["drafter"], warning["target_layers"]) == ("eagle3", 2)
