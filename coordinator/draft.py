@@ -21,6 +21,7 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
 MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
+MAX_PENDING_BYTES = 8 << 20  # of these: half of the largest message
 REFUSED_FAILURES = 8  # failures to count after a refusal: a repeated request will be refused again, so wait longest
 
 
@@ -75,6 +76,12 @@ def _offered(message: draft_pb2.Drafter) -> OfferedDrafter:
     asked = message.observations
     observations = ObservationRequest(tuple(asked.hidden_layers), asked.num_top_tokens)
     return OfferedDrafter(messages.model_from_proto(message.model), observations)
+
+
+def _num_kept(observations: Observations) -> int:
+    """Return how many observed tokens are kept for the next request."""
+    token_bytes = max(map(len, observations.hidden_states), default=0)
+    return min(MAX_PENDING_OBSERVATIONS, max(1, MAX_PENDING_BYTES // max(1, token_bytes)))
 
 
 class SessionDrafter:
@@ -168,4 +175,4 @@ class SessionDrafter:
 def _joined(earlier: Observations | None, later: Observations | None) -> Observations | None:
     """Return both, only the latest if they are many."""
     joined = earlier.followed_by(later) if earlier and later else earlier or later
-    return joined.latest(MAX_PENDING_OBSERVATIONS) if joined else None
+    return joined.latest(_num_kept(joined)) if joined else None

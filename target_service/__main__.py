@@ -27,7 +27,7 @@ def main() -> None:
 async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]:
     """Build the worker on a listening server; yield once the model is loaded."""
     model, info = await load_model(settings, settings.model)
-    scorer = Scorer(info.vocab_size, settings.observation_window)
+    scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size)
     engine = new_engine(settings, model, scorer)
     METRICS.watch(engine)
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine, scorer, info), server.grpc)

@@ -19,6 +19,8 @@ from specdec.exact.values import ObservationRequest, Observations, PositionLogpr
 from specdec.serving.session_stream import WorkerSession
 from target_service.metrics import METRICS
 
+MAX_OBSERVED_BYTES = 8 << 20  # of the prompt's hidden states in one answer: half of the largest message
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRound:
@@ -101,13 +103,19 @@ class ScoreTask(Task[Scores]):
 class Scorer:
     """Turns logits into scores; the engine's processor."""
 
-    def __init__(self, vocab_size: int, observation_window: int) -> None:
+    def __init__(self, vocab_size: int, observation_window: int, hidden_size: int = 0) -> None:
         self._vocab_size = vocab_size
         self._observation_window = observation_window
+        self._hidden_size = hidden_size
 
     def task(self, session: WorkerSession, given: ScoreRound, request: ObservationRequest, match: bool) -> ScoreTask:
         """Return the engine's task for one round; `match` keeps all cached tokens that are the same."""
-        return ScoreTask(session, given, Watch(request, self._observation_window if request else 0), match)
+        return ScoreTask(session, given, Watch(request, self._window(request) if request else 0), match)
+
+    def _window(self, request: ObservationRequest) -> int:
+        """Return how many committed tokens are observed: as many as fit into an answer."""
+        token_bytes = 2 * len(request.hidden_layers) * self._hidden_size
+        return min(self._observation_window, max(1, MAX_OBSERVED_BYTES // max(1, token_bytes)))
 
     def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
         """End each task with its scores, or with NonFiniteLogitsError, from logits [sum of num_rows, V]."""

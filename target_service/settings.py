@@ -11,7 +11,7 @@ class TargetSettings(ModelSettings):
     model: str = Field(..., description="hub id or folder of the target model")
     port: Port = Field(50053, description="port to listen on; 0 takes a free one and logs it")
     observation_window: int = Field(
-        128, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"
+        256, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"
     )
 
 

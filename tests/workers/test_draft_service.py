@@ -673,7 +673,7 @@ async def test_bad_openings_are_refused(channel: grpc.aio.Channel) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"drafters": "oracle"}, "'oracle'; there are: model, ngram"),
+        ({"drafters": "oracle"}, "'oracle'; there are: dflash, eagle3, medusa, model, ngram"),
         ({"drafters": ""}, "''; there are"),
         ({"drafters": "model"}, "--model is missing"),
         ({"drafters": "ngram", "ngram_min": 5, "ngram_max": 4}, "--ngram-min 5"),

@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.channel import open_channel
+from specdec.channel import MAX_MESSAGE_BYTES, open_channel
 from specdec.engine import ContiguousPool, EngineError, EngineLoop, Feed, ForwardOutput, KvCache, LayerShape, Task
 from specdec.errors import (
     ContextTooShortError,
@@ -444,6 +444,15 @@ def test_non_finite_logits_fail_only_their_session(monkeypatch: pytest.MonkeyPat
     for task, rows in ((tasks[0], logits[:2]), (tasks[2], logits[4:])):
         scorer([task], rows)
         assert finished[task] == together[task]
+
+
+@pytest.mark.parametrize(("num_layers", "hidden_size", "window"), [(3, 576, 256), (8, 8192, 64), (1, 16, 256)])
+def test_observed_window_fits_into_an_answer(num_layers: int, hidden_size: int, window: int) -> None:
+    scorer = Scorer(NUM_TOKENS, observation_window=256, hidden_size=hidden_size)
+    asked = ObservationRequest(tuple(range(num_layers)))
+    task = scorer.task(WorkerSession("a", 1, PLAIN, 1), ScoreRound(0, [5], [], []), asked, match=False)
+    assert task.watch.window == window
+    assert 2 * window * num_layers * hidden_size <= MAX_MESSAGE_BYTES // 2
 
 
 SICK = score_request(start=0, tokens=[5, 42, 6], draft_tokens=[7], supports=packed_supports([7, 8]))

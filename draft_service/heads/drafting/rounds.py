@@ -15,6 +15,7 @@ from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw
 from specdec.exact.values import Proposal, SparseDistribution
 from specdec.serving.session_stream import WorkerSession
+from specdec.types import SamplingParams
 
 NOTHING = Proposal()
 
@@ -92,11 +93,11 @@ class HeadRound:
         """Whether distributions depend on what was drawn before."""
         return self.session.sampling.has_penalties
 
-    def _context(self, sampling: "object", path: Sequence[int]) -> SamplingContext:
+    def _context(self, sampling: SamplingParams, path: Sequence[int]) -> SamplingContext:
         if not self.has_penalties:
-            return SamplingContext(sampling)  # type: ignore[arg-type]
+            return SamplingContext(sampling)
         text, num_prompt = self.held.tokens, self.session.num_prompt_tokens
-        return SamplingContext(sampling, text[:num_prompt], [*text[num_prompt:], *path])  # type: ignore[arg-type]
+        return SamplingContext(sampling, text[:num_prompt], [*text[num_prompt:], *path])
 
 
 class DrawnChain:
