@@ -17,13 +17,13 @@ GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-async def test_greedy_text_is_the_targets_with_its_layers(name: str, tmp_path: Path) -> None:
+async def test_greedy_text_is_the_targets_with_self(name: str, tmp_path: Path) -> None:
     target = save_tokenizer(build(name, tmp_path / "target"), VOCAB_SIZE)
     await check_greedy(target, "self", {"self_model": str(target), "self_layers": "0,2"})
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-async def test_greedy_text_is_the_targets_with_its_rounded_self(quantization: str) -> None:
+async def test_greedy_text_is_the_targets_with_rounded_drafts(quantization: str) -> None:
     target = Path(__file__).parents[2] / "models" / "target"
     await check_greedy(target, "model", {"model": str(target), "draft_quantization": quantization})
 
