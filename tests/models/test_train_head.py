@@ -1,20 +1,26 @@
 """Training heads: what is sampled, what is predicted from what, and the whole from nothing to a served folder."""
 
 import json
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from draft_service.heads.dflash import DFlashHead
+from draft_service.heads.eagle3 import Eagle3Head
 from draft_service.heads.formats.dflash import load_dflash
 from draft_service.heads.formats.eagle3 import load_eagle3
 from draft_service.heads.formats.medusa import load_medusa
 from draft_service.heads.layers import attend
+from draft_service.heads.medusa import MedusaHead
 from models.heads import dflash, eagle3, medusa
 from models.heads.batches import Batch, Samples
+from models.heads.kinds import KINDS
 from models.heads.prompts import from_grammar, from_texts, read_texts
 from models.heads.samples import Facts, Instruction, Sampler, SampleStore
 from models.heads.target import TargetParts, load_parts, state_layers
@@ -78,7 +84,7 @@ def greedy(count: int) -> list[Instruction]:
 def test_greedy_answers_equal_generate(target: Path) -> None:
     model = load_language_model(str(target), dtype="float32", kv_cache_bytes=1 << 22)
     sampler = Sampler(model, (1, 3), (), 9, seed=0)
-    reference = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     for instruction, tokens, _ in sampler.answers(iter(greedy(5)), num_at_once=2):
         expected = reference.generate(
             torch.tensor([instruction.tokens]), max_new_tokens=9, do_sample=False, eos_token_id=None
@@ -155,7 +161,7 @@ def test_unreadable_texts_are_refused(tmp_path: Path) -> None:
 
 def test_eagle3_trains_what_drafting_computes(parts: TargetParts, batch: Batch) -> None:
     head = stirred(eagle3.new_head(parts, draft_tokens(parts)))
-    assert isinstance(head, eagle3.Eagle3Head)
+    assert isinstance(head, Eagle3Head)
     objective = eagle3.Eagle3Objective(head, parts)
     length = batch.tokens.shape[1]
     with torch.no_grad():
@@ -167,7 +173,7 @@ def test_eagle3_trains_what_drafting_computes(parts: TargetParts, batch: Batch) 
 
 
 def drafted(
-    head: eagle3.Eagle3Head, tokens: torch.Tensor, states: torch.Tensor, last_pair: int, num_steps: int
+    head: Eagle3Head, tokens: torch.Tensor, states: torch.Tensor, last_pair: int, num_steps: int
 ) -> torch.Tensor:
     """Return the logits after `num_steps` tokens were drafted, given the target's states up to a pair: pair by pair."""
     keys: list[torch.Tensor] = []
@@ -187,7 +193,7 @@ def drafted(
 
 def test_dflash_blocks_see_only_what_precedes(parts: TargetParts, batch: Batch) -> None:
     head = stirred(dflash.new_head(parts, draft_tokens(parts), 0))
-    assert isinstance(head, dflash.DFlashHead)
+    assert isinstance(head, DFlashHead)
     with torch.no_grad():
         logits, last, counts = dflash.DFlashObjective(head, parts)._predicted(batch)
         assert counts.any()
@@ -201,7 +207,7 @@ def test_dflash_blocks_see_only_what_precedes(parts: TargetParts, batch: Batch) 
 
 def test_medusa_heads_look_further_each(parts: TargetParts, batch: Batch) -> None:
     head = stirred(medusa.new_head(parts, draft_tokens(parts)))
-    assert isinstance(head, medusa.MedusaHead)
+    assert isinstance(head, MedusaHead)
     with torch.no_grad():
         predicted = medusa.MedusaObjective(head, parts)._predicted(batch)
         for depth, (logits, finals, tokens) in enumerate(predicted):
@@ -215,12 +221,7 @@ def test_medusa_heads_look_further_each(parts: TargetParts, batch: Batch) -> Non
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "medusa"])
 def test_shared_weights_are_not_trained(parts: TargetParts, kind: str) -> None:
-    tokens = draft_tokens(parts)
-    head = {
-        "eagle3": lambda: eagle3.new_head(parts, tokens),
-        "dflash": lambda: dflash.new_head(parts, tokens, 0),
-        "medusa": lambda: medusa.new_head(parts, tokens),
-    }[kind]()
+    head = KINDS[kind].begin(parts, draft_tokens(parts)).head
     frozen = {name for name, weight in head.named_parameters() if not weight.requires_grad}
     assert frozen == ({"lm_heads.0.weight"} if kind == "medusa" else {"embed_tokens.weight", "lm_head.weight"})
 
@@ -242,9 +243,8 @@ def test_training_exports_a_head(kind: str, target: Path, tmp_path: Path, capsys
         AutoModelForCausalLM.from_pretrained(out)
         assert (out / "tokenizer.json").exists()
         return
-    load = {"eagle3": load_eagle3, "dflash": load_dflash, "medusa": load_medusa}[kind]
-    head = load(out, target)
-    assert len(head.vocabulary.target_ids) == 40
+    load: dict[str, Callable[[Path, Path], Any]] = {"eagle3": load_eagle3, "dflash": load_dflash, "medusa": load_medusa}
+    assert len(load[kind](out, target).vocabulary.target_ids) == 40
 
 
 def test_training_continues_where_it_stopped(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
