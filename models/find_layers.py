@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default: %(default)s)")
     parser.add_argument("--num-threads", type=int, default=1, help="threads of a forward (default: %(default)s)")
     options = parser.parse_args()
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     torch.set_num_threads(options.num_threads)
     try:
         run(options)

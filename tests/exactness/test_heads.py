@@ -135,7 +135,7 @@ class ServedHead(ToyDrafter):
         sampling = replace(self.model.sampling, seed=self.seed)
         return WorkerSession(f"session {self.seed}", 1, sampling, len(PROMPT), "target")
 
-    async def propose(self, committed: list[int], num_draft_tokens: int) -> Drafted:
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return the worker's proposal."""
         assert self.drafter
         request = DraftRequest(self.num_held, committed[self.num_held :], num_draft_tokens, self.observed)

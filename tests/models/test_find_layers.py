@@ -70,9 +70,13 @@ def test_tokens_per_round_equal_a_simulation() -> None:
 def test_speed_up_weighs_tokens_against_costs() -> None:
     always, never = [torch.ones(20)], [torch.zeros(20)]
     costs = Costs([10.0] * 9, first_layer=1.0, more_layers=1.0)
-    assert best_speed_up(always, costs, 1) == (pytest.approx(9 * 10 / 18), 8)
+    speed_up, num_draft_tokens = best_speed_up(always, costs, 1)
+    assert speed_up == pytest.approx(9 * 10 / 18)
+    assert num_draft_tokens == 8
     assert best_speed_up(always, costs, 10)[0] == pytest.approx(9 * 10 / 90)
-    assert best_speed_up(never, costs, 1) == (pytest.approx(10 / 11), 1)
+    speed_up, num_draft_tokens = best_speed_up(never, costs, 1)
+    assert speed_up == pytest.approx(10 / 11)
+    assert num_draft_tokens == 1
 
 
 @pytest.mark.parametrize(("layers", "text"), [((0,), "0"), ((0, 1, 2, 5), "0-2,5"), ((3, 5, 6), "3,5-6")])

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import get_smollm2
 import pytest
 import torch
-from get_smollm2 import Unavailable
 
+from models import get_smollm2
+from models.get_smollm2 import Unavailable
 from specdec.engine import ModelRefused
 from specdec.engine.pretrained import load_pretrained
 from specdec.serving.tokenizer import TokenizerMissing, tokenizer_folder
