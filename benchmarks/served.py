@@ -53,7 +53,9 @@ def demo_pair() -> Served:
     """Return the pair of this repository, which writes Python."""
     prompts = tuple(Prompt(name, text) for name, text in held_out_prompts(MODELS / "heldout").items())
     return Served(
-        options=Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0),
+        options=Options(
+            target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0, **heads_in(MODELS / "demo_heads")
+        ),
         prompts={"Python": prompts},
         shown=SamplingParams(temperature=0.7, seed=1, ignore_eos=True),
         ignore_eos=True,
@@ -65,8 +67,13 @@ def demo_pair() -> Served:
     )
 
 
+def heads_in(folder: Path) -> dict[str, str]:
+    """Return the options that load the heads of a folder, which has one for each kind at most."""
+    return {f"{head.name}_head": str(head) for head in sorted(folder.glob("*/"))}
+
+
 def smollm2() -> Served:
-    """Return SmolLM2-135M-Instruct, which answers instructions; it has no draft model. Raises CannotRun."""
+    """Return SmolLM2-135M-Instruct, which answers instructions, with its heads. Raises CannotRun."""
     folder = MODELS / "smollm2"
     if not folder.is_dir():
         raise CannotRun(f"there is no {folder}; run `make smollm2` first")
@@ -75,7 +82,7 @@ def smollm2() -> Served:
         for kind in KINDS
     }
     return Served(
-        options=Options(target=str(folder), port=0),
+        options=Options(target=str(folder), port=0, **heads_in(MODELS / "smollm2_heads")),
         prompts=prompts,
         shown=SamplingParams(temperature=0.2, top_p=0.9, seed=1),  # as its authors recommend
         ignore_eos=False,
