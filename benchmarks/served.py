@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.instructions import KINDS, held_out
 from benchmarks.measure import Prompt, held_out_prompts
 from specdec import SamplingParams
-from specdec.serving.local import CannotRun, Options
+from specdec.serving.local import HEADS, CannotRun, Options
 
 MODELS = Path(__file__).parent.parent / "models"
 
@@ -53,8 +53,8 @@ def demo_pair() -> Served:
     """Return the pair of this repository, which writes Python."""
     prompts = tuple(Prompt(name, text) for name, text in held_out_prompts(MODELS / "heldout").items())
     return Served(
-        options=Options(
-            target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0, **heads_in(MODELS / "demo_heads")
+        options=with_heads(
+            Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0), MODELS / "demo_heads"
         ),
         prompts={"Python": prompts},
         shown=SamplingParams(temperature=0.7, seed=1, ignore_eos=True),
@@ -67,9 +67,10 @@ def demo_pair() -> Served:
     )
 
 
-def heads_in(folder: Path) -> dict[str, str]:
-    """Return the options that load the heads of a folder, which has one for each kind at most."""
-    return {f"{head.name}_head": str(head) for head in sorted(folder.glob("*/"))}
+def with_heads(options: Options, folder: Path) -> Options:
+    """Return the options with the heads of a folder, where it has them."""
+    heads = {kind: str(folder / kind) if (folder / kind).is_dir() else None for kind in HEADS}
+    return replace(options, eagle3_head=heads["eagle3"], dflash_head=heads["dflash"], medusa_head=heads["medusa"])
 
 
 def smollm2() -> Served:
@@ -82,7 +83,7 @@ def smollm2() -> Served:
         for kind in KINDS
     }
     return Served(
-        options=Options(target=str(folder), port=0, **heads_in(MODELS / "smollm2_heads")),
+        options=with_heads(Options(target=str(folder), port=0), MODELS / "smollm2_heads"),
         prompts=prompts,
         shown=SamplingParams(temperature=0.2, top_p=0.9, seed=1),  # as its authors recommend
         ignore_eos=False,
