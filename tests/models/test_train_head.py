@@ -1,5 +1,6 @@
 """Training heads: what is sampled, what is predicted from what, and the whole from nothing to a served folder."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from itertools import islice
@@ -25,10 +26,11 @@ from models.heads.prompts import from_grammar, from_texts, read_texts
 from models.heads.samples import Facts, Instruction, Sampler, SampleStore
 from models.heads.target import TargetParts, load_parts, state_layers
 from models.train_head import main
+from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.engine import load_language_model
 from specdec.serving.tokenizer import load_tokenizer
 from tests.support.architectures import build
-from tests.support.cluster import save_tokenizer
+from tests.support.cluster import cluster, save_tokenizer
 
 NUM_DRAFT_TOKENS = 24  # of a reduced vocabulary
 
@@ -245,6 +247,26 @@ def test_training_exports_a_head(kind: str, target: Path, tmp_path: Path, capsys
         return
     load: dict[str, Callable[[Path, Path], Any]] = {"eagle3": load_eagle3, "dflash": load_dflash, "medusa": load_medusa}
     assert len(load[kind](out, target).vocabulary.target_ids) == 40
+
+
+async def test_trained_head_drafts_for_its_target(target: Path, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    arguments = ["--target", str(target), "--kind", "eagle3", "--out", str(head), "--work", str(tmp_path / "work")]
+    await asyncio.to_thread(main, [*arguments, "--minutes", "0.02", *SMALL])
+    settings = {"eagle3_head": str(head), "head_target": str(target)}
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=24, ignore_eos=True)
+    async with (
+        cluster(target, drafters="eagle3", draft_settings=settings) as running,
+        AsyncClient(running.address) as client,
+    ):
+        drafted = await client.complete(
+            prompt_token_ids=[1, 2, 3], sampling=sampling, speculation=SpeculationParams(num_draft_tokens=4)
+        )
+        plain = await client.complete(
+            prompt_token_ids=[1, 2, 3], sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0)
+        )
+    assert drafted.tokens == plain.tokens
+    assert drafted.statistics.num_draft_tokens > 0
 
 
 def test_training_continues_where_it_stopped(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
