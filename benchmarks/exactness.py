@@ -15,8 +15,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -340,15 +340,25 @@ def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
 @asynccontextmanager
 async def services(target: Path, draft: Path) -> AsyncIterator[Services]:
     """Run the services; supports are cut short, so that tails take part."""
-    cut = {"SPECDEC_SUPPORT_MASS": str(SUPPORT_MASS), "SPECDEC_SUPPORT_MAX": str(SUPPORT_MAX)}
-    os.environ.update(cut)
-    try:
+    with environment(SPECDEC_SUPPORT_MASS=str(SUPPORT_MASS), SPECDEC_SUPPORT_MAX=str(SUPPORT_MAX)):
         started = Services(target, draft)
         async with started.stack:
             yield started
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set variables for the services that start here, and restore what they were."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
     finally:
-        for name in cut:
-            del os.environ[name]
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 # ---- generations
