@@ -94,8 +94,18 @@ def agreement(texts: Sequence[History], distribution: Floats) -> Agreement:
     """Test that texts are drawn from a joint distribution [V] * num_tokens."""
     counts = Counter(texts)
     observed = np.array([counts[text] for text in np.ndindex(distribution.shape)], dtype=np.float64)
-    expected = distribution.ravel() * len(texts)
-    if observed[expected == 0].any() or observed.sum() != len(texts):
+    if observed.sum() != len(texts):
+        return Agreement(np.inf, observed.size, 0.0)  # a text of another length, or with a token out of range
+    return agreement_of_counts(observed.reshape(distribution.shape), distribution)
+
+
+def agreement_of_counts(counts: Floats, distribution: Floats) -> Agreement:
+    """Test how often each text was seen, both [V] * num_tokens.
+
+    Given what another distribution expects instead of counts, it says how surely the test would reject that one.
+    """
+    observed, expected = counts.ravel(), distribution.ravel() * counts.sum()
+    if observed[expected == 0].any():
         return Agreement(np.inf, len(expected), 0.0)  # a text that the distribution rules out
     observed, expected = pooled(observed, expected)
     statistic = float(((observed - expected) ** 2 / expected).sum())
