@@ -34,7 +34,7 @@ from benchmarks.judging import Agreement, History, agreement, joint_distribution
 from benchmarks.random_heads import save_heads
 from benchmarks.toy_drafters import KIND as TOY
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
-from specdec.serving.child import Child, print_errors
+from specdec.serving.child import Child, LogLine, print_errors
 from specdec.serving.local import HEADS, Command, Options, running, worker_commands
 from specdec.types import AcceptanceRuleName
 
@@ -311,8 +311,13 @@ class Services:
             target_threads=1,
             drain_s=1.0,
         )
-        self.stack = running(options, print_errors, commands_with_toys)
+        self.num_failed_drafts = 0  # that a coordinator logged
+        self.stack = running(options, self._note, commands_with_toys)
         self._draft_command = commands_with_toys(options, 1)[1]
+
+    def _note(self, name: str, entry: LogLine) -> None:
+        self.num_failed_drafts += entry.get("event") == "draft_unavailable"
+        print_errors(name, entry)
 
     @property
     def draft(self) -> Child:
@@ -420,6 +425,7 @@ class Result:
     agreement: Agreement
     expected_rate: float | None
     elapsed_s: float
+    num_failed_drafts: int  # while nobody kills the draft worker
 
     @property
     def acceptance_rate(self) -> float:
@@ -442,8 +448,9 @@ class Result:
 
     @property
     def holds(self) -> bool:
-        """Return whether distribution and acceptance are what they should be."""
-        return self.agreement.p_value > REJECT_BELOW and abs(self.deviations) < MAX_DEVIATIONS
+        """Return whether distribution and acceptance are what they should be, and drafts came when asked for."""
+        is_exact = self.agreement.p_value > REJECT_BELOW and abs(self.deviations) < MAX_DEVIATIONS
+        return is_exact and not self.num_failed_drafts
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(completion.finish.statistics, name) for completion in self.completions))
@@ -453,12 +460,13 @@ async def judge(name: str, num_generations: int, started: Services, target: Path
     """Generate a case's texts and compare them with the distribution."""
     case = CASES[name]
     distribution = joint_distribution(distributions_of(target, case.sampling), NUM_TOKENS)
-    begin = time.perf_counter()
+    begin, num_failed = time.perf_counter(), started.num_failed_drafts
     async with AsyncClient(started.stack.address) as client:
         completions = await completions_of(client, case, num_generations, started)
     elapsed_s = time.perf_counter() - begin
     found = agreement([completion.tokens for completion in completions], distribution)
-    return Result(name, completions, found, expected_rate(case, target, draft), elapsed_s)
+    num_failed = 0 if case.kills_draft else started.num_failed_drafts - num_failed
+    return Result(name, completions, found, expected_rate(case, target, draft), elapsed_s, num_failed)
 
 
 # ---- the program
@@ -477,6 +485,7 @@ def row_of(result: Result) -> tuple[str, ...]:
         f"{result.deviations:+.1f}",
         f"{result.tokens_per_round:.3f}",
         f"{len(result.completions) / result.elapsed_s:.0f}",
+        f"{result.num_failed_drafts}",
         "holds" if result.holds else "BROKEN",
     )
 
@@ -492,6 +501,7 @@ HEADINGS = (
     "deviation",
     "tokens per round",
     "generations/s",
+    "failed drafts",
     "distribution",
 )
 
@@ -532,7 +542,8 @@ def main() -> None:
     console = Console(width=max(Console().width, 140))
     console.print(table(results))
     console.print(
-        f"a distribution is broken where p <= {REJECT_BELOW:g}, or acceptance is {MAX_DEVIATIONS:g} standard errors off"
+        f"a distribution is broken where p <= {REJECT_BELOW:g}, or acceptance is {MAX_DEVIATIONS:g} standard errors off,"
+        " or drafts failed"
     )
     sys.exit(not all(result.holds for result in results))
 

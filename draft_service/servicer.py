@@ -62,7 +62,7 @@ class DraftRounds(SessionRounds):
     """One session at the draft worker."""
 
     def __init__(self, session: WorkerSession, drafter: Drafter) -> None:
-        super().__init__(session, drafter=drafter.name)
+        super().__init__(session, drafter.name)
         self._drafter = drafter
         self._last: tuple[DraftRequest, DraftResult] | None = None
 

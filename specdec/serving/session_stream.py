@@ -4,7 +4,7 @@ A stream is: open, rounds, close. A bare end means abandoned: the cache stays fo
 over. In grpc.aio a client's cancel or deadline looks like a bare end too, which is why `close` is a message.
 
 A connection that broke at one end only may still deliver messages that its coordinator has given up and repeated on a
-new stream. So a session's latest stream is its only one, and a session has one round at a time.
+new stream. So a session's latest stream to a drafter, or to the target, is its only one, and has one round at a time.
 """
 
 import asyncio
@@ -52,32 +52,39 @@ def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None, t
     return WorkerSession(message.session_id, message.epoch, sampling, message.num_prompt_tokens, target)
 
 
+Claimed = tuple[str, str]  # a session's id, and the drafter that a stream is for: each has a cache of its own
+
+
 class EpochFence:
     """The highest epoch that each session came with, and its latest stream; all others are of former owners."""
 
     def __init__(self, max_sessions: int = MAX_REMEMBERED_SESSIONS) -> None:
-        # by session id: epoch and stream; least recently heard of first
-        self._latest: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by session id
+        # epoch and stream; least recently heard of first
+        self._latest: OrderedDict[Claimed, tuple[int, int]] = OrderedDict()
+        self._turns: WeakValueDictionary[Claimed, asyncio.Lock] = WeakValueDictionary()
         self._stream_numbers = count(1)
         self._max_sessions = max_sessions
 
-    def enter(self, session: WorkerSession) -> "Claim":
-        """Return a new stream's claim on a session; older streams lose theirs. Raises FencedError as `Claim.check`."""
-        turn = self._turns.setdefault(session.session_id, asyncio.Lock())
-        claim = Claim(self, session, next(self._stream_numbers), turn)
+    def enter(self, session: WorkerSession, drafter: str = "") -> "Claim":
+        """Return a new stream's claim on a session; older ones to the same drafter (target: empty) lose theirs.
+
+        Raises FencedError as `Claim.check`.
+        """
+        claimed = session.session_id, drafter
+        turn = self._turns.setdefault(claimed, asyncio.Lock())
+        claim = Claim(self, claimed, session.epoch, next(self._stream_numbers), turn)
         claim.check()
         return claim
 
-    def check(self, session: WorkerSession, stream_number: int) -> None:
+    def check(self, claim: "Claim") -> None:
         """Record a stream that has sent a message. Raises FencedError, UnavailableError as `Claim.check`."""
-        epoch, latest = self._latest.get(session.session_id, (0, 0))
-        if session.epoch < epoch:
-            raise FencedError(f"the session is at epoch {epoch}, this stream at {session.epoch}; its owner has changed")
-        if session.epoch == epoch and stream_number < latest:
+        epoch, latest = self._latest.get(claim.claimed, (0, 0))
+        if claim.epoch < epoch:
+            raise FencedError(f"the session is at epoch {epoch}, this stream at {claim.epoch}; its owner has changed")
+        if claim.epoch == epoch and claim.stream_number < latest:
             raise UnavailableError("a newer stream of this session has come; open another one to continue")
-        self._latest[session.session_id] = session.epoch, stream_number
-        self._latest.move_to_end(session.session_id)
+        self._latest[claim.claimed] = claim.epoch, claim.stream_number
+        self._latest.move_to_end(claim.claimed)
         if len(self._latest) > self._max_sessions:
             self._latest.popitem(last=False)
 
@@ -87,14 +94,15 @@ class Claim:
     """One stream's claim on its session."""
 
     fence: EpochFence
-    session: WorkerSession
+    claimed: Claimed
+    epoch: int
     stream_number: int
     turn: asyncio.Lock
     """Held while a round runs: a round of an older stream ends before one of a newer stream begins, or is refused."""
 
     def check(self) -> None:
         """Raise FencedError if a higher epoch was seen, UnavailableError if a newer stream of this epoch was."""
-        self.fence.check(self.session, self.stream_number)
+        self.fence.check(self)
 
 
 class SessionStream:
@@ -131,9 +139,9 @@ class SessionStream:
 class SessionRounds(ABC):
     """What a worker does for one session while its stream is open."""
 
-    def __init__(self, session: WorkerSession, **facts: str) -> None:
+    def __init__(self, session: WorkerSession, drafter: str = "") -> None:
         self.session = session
-        self.facts = facts  # that belong into the log beside the session
+        self.drafter = drafter  # that the stream is for; empty: the target
 
     @abstractmethod
     async def answer(self, message: Any, is_first: bool) -> Message:
@@ -168,7 +176,7 @@ async def serve_session(
     if opening is None:
         return
     rounds = begin(opening)
-    claim = fence.enter(rounds.session)
+    claim = fence.enter(rounds.session, rounds.drafter)
     try:
         await _answer_rounds(stream, write, claim, rounds)
     finally:
@@ -199,7 +207,7 @@ def _log_end(stream: SessionStream, rounds: SessionRounds) -> None:
         epoch=rounds.session.epoch,
         rounds=stream.num_rounds,
         closed=stream.closed,
-        **rounds.facts,
+        **({"drafter": rounds.drafter} if rounds.drafter else {}),
     )
 
 

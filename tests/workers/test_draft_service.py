@@ -590,6 +590,21 @@ asyncio.run(main())
 # ---- fencing, failures, bad input
 
 
+@in_module_loop
+async def test_a_sessions_drafters_leave_each_other_alone(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    """A session has one stream to each drafter: asked in turn and at once, all keep what they hold."""
+    name, drafters = next(names), ("model", "ngram")
+    streams = [DraftStream(channel, name, drafter=drafter) for drafter in drafters]
+    for start, tokens in ((0, PROMPT), (len(PROMPT), [7]), (len(PROMPT) + 1, [8])):
+        for stream in streams:
+            assert (await stream.propose(start, tokens, 2)).cached_len >= start + len(tokens)
+    length = len(PROMPT) + 2
+    answers = await asyncio.gather(*(stream.propose(length, [9], 2) for stream in streams))
+    assert all(answer.cached_len > length for answer in answers)
+    for stream in streams:
+        await stream.close()
+
+
 @pytest.mark.parametrize("drafter", ["model", "ngram"])
 @in_module_loop
 async def test_a_newer_epoch_fences_the_older_stream(
