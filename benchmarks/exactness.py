@@ -542,8 +542,8 @@ def main() -> None:
     console = Console(width=max(Console().width, 140))
     console.print(table(results))
     console.print(
-        f"a distribution is broken where p <= {REJECT_BELOW:g}, or acceptance is {MAX_DEVIATIONS:g} standard errors off,"
-        " or drafts failed"
+        f"a distribution is broken where p <= {REJECT_BELOW:g}, or acceptance is {MAX_DEVIATIONS:g} standard errors"
+        " off, or drafts failed"
     )
     sys.exit(not all(result.holds for result in results))
 
