@@ -16,7 +16,7 @@ from coordinator.generation import Generation, Round
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
-MAX_FED_TOKENS = 40  # a round in which a worker had to read more tokens than a round commits includes a prefill
+MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,10 @@ async def run_rounds(generation: Generation, parts: RoundParts, publish: Callabl
     committing.set_result(None)
     comparing = Comparing(parts)
     try:
+        num_new = 0  # tokens of the last round
         while not generation.done:
-            played = await run_round(generation, parts, comparing)
+            played = await run_round(generation, parts, comparing, num_new)
+            num_new = len(played.emitted)
             await asyncio.shield(committing)
             committing = asyncio.ensure_future(publish(played))
         await comparing.finish()
@@ -140,9 +142,9 @@ class Comparing:
             await asyncio.gather(self._asking, return_exceptions=True)
 
 
-async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing) -> Round:
-    """Draft, score, accept; return what is to be committed."""
-    base_length, begin = len(generation.committed), time.perf_counter()
+async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, num_new: int = 0) -> Round:
+    """Draft, score, accept; return what is to be committed. The last round here, if any, committed `num_new` tokens."""
+    begin = time.perf_counter()
     await comparing.wait()
     available = [name for name, drafter in parts.drafters.items() if drafter.available]
     plan = parts.chooser.choose(generation.remaining_tokens, available)
@@ -169,7 +171,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             draft_s=0.0 if drafted.has_failed else drafted.elapsed_s,
             score_s=scored.elapsed_s,
             num_sessions=scored.num_sessions,
-            has_prefill=max(drafted.num_fed, scored.num_fed) > min(MAX_FED_TOKENS, base_length - 1),
+            has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
             other_s=time.perf_counter() - begin - drafted.elapsed_s - scored.elapsed_s,
         )
     )
