@@ -1,9 +1,9 @@
 """Replay the automatic choice on recorded texts: what it loses against the best fixed setting, without noise.
 
-`record` serves a model, writes down its own texts and, after each token, what every drafter proposes there and what
-that and scoring cost. `play` runs the coordinator's chooser over them, round by round, with those costs, and prints its
-speed beside each drafter's alone: a change of the chooser is judged in seconds, and twice the same. It leaves out what
-a real machine adds, such as drafters that slow the target down: a benchmark has the last word.
+`record` serves a model and writes down its texts and all proposals (benchmarks/recording.py). `play` runs the
+coordinator's chooser over them, round by round, with the recorded costs, and prints its speed beside each drafter's
+alone: a change of the chooser is judged in seconds, and twice the same. It leaves out what a real machine adds, such as
+drafters that slow the target down: a benchmark has the last word.
 
     python -m benchmarks.replay record texts.jsonl --model smollm2 --prompts 2 --tokens 96
     python -m benchmarks.replay play texts.jsonl
@@ -14,138 +14,30 @@ import asyncio
 import json
 import statistics
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
 from benchmarks import tables
-from benchmarks.served import SERVED, Served, sharing_nothing
+from benchmarks.recording import ASKED, SCORED, Line, cut, record
+from benchmarks.served import SERVED
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.comparisons import is_chosen
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.draft import DraftLimits, DraftWorkers, SessionDrafter
 from coordinator.joint_names import joint_names, parts_of
 from coordinator.merging import merged, shares
-from coordinator.observing import joined
-from coordinator.streams import SessionOpening
-from coordinator.target import SessionScorer, TargetWorkers
-from specdec.channel import open_channel
 from specdec.exact.tree import longest_path
 from specdec.exact.values import Proposal, one_hot
-from specdec.serving.child import print_errors
-from specdec.serving.local import HEADS, running
-from specdec.types import MAX_DRAFT_TOKENS, SamplingParams
+from specdec.serving.local import HEADS, CannotRun
+from specdec.types import MAX_DRAFT_TOKENS
 
-ASKED = (4, 32)  # draft tokens: the cost in between is taken to be linear
-STOP_BELOW = 0.08  # about what a draft token costs
-SCORED = (0, 1, 2, 4, 8, 16, 32)  # draft tokens whose scoring is timed
-TIMED_EVERY = 16  # tokens
-AWAKE_S = 0.0008  # what looking at drafters adds to a round: observations, and weighing plans
-TIMEOUT_S = 60.0
-ORDER = (*HEADS, "recycle", "ngram", "suffix")  # in which workers offer them
-
-Line = dict[str, Any]
-
-
-# ---- recording
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """A session's streams."""
-
-    scorer: SessionScorer
-    drafters: Mapping[str, SessionDrafter]
-
-
-async def record(served: Served, temperature: float, file: Path) -> None:
-    """Write a line a text: its tokens, the proposals after each of them, and seconds."""
-    tokenizer = AutoTokenizer.from_pretrained(served.options.target)
-    with sharing_nothing():
-        async with running(served.options, print_errors) as stack:
-            ports = {child.name: child.port.result() for child in stack.children}
-            target, draft = (next(port for name, port in ports.items() if kind in name) for kind in ("target", "draft"))
-            async with open_channel(f"127.0.0.1:{target}") as to_target, open_channel(f"127.0.0.1:{draft}") as to_draft:
-                targets = TargetWorkers(to_target, TIMEOUT_S, TIMEOUT_S)
-                drafts = DraftWorkers(to_draft, TIMEOUT_S)
-                for kind, prompts in served.prompts.items():
-                    for prompt in prompts[: served.num_prompts]:
-                        tokens = encoded(tokenizer, prompt.text, prompt.is_chat)
-                        sampling = SamplingParams(temperature=temperature, seed=1)
-                        session = await opened(targets, drafts, f"{prompt.name} {temperature}", tokens, sampling)
-                        line = await recorded(session, tokens, served.num_tokens, tokenizer.eos_token_id)
-                        line |= {"kind": kind, "prompt": prompt.name, "temperature": temperature}
-                        with file.open("a") as texts:
-                            texts.write(json.dumps(line) + "\n")
-                        print(f"replay: {prompt.name}, temperature {temperature:g}", file=sys.stderr, flush=True)
-
-
-def encoded(tokenizer: Any, text: str, is_chat: bool) -> list[int]:
-    """Return the tokens of a prompt."""
-    if is_chat:
-        messages = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-async def opened(
-    targets: TargetWorkers, drafts: DraftWorkers, name: str, tokens: Sequence[int], sampling: SamplingParams
-) -> Session:
-    """Open a session at all workers."""
-    model, offered = await targets.describe(), await drafts.describe()
-    observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
-    opening = SessionOpening(name, 1, sampling, len(tokens), model.fingerprint)
-    drafters = {
-        each: drafts.open(
-            opening,
-            each,
-            DraftLimits(model.vocab_size, drafter.model.context_length, drafter.observations, observed),
-            partial(print, "replay:", each, file=sys.stderr),
-        )
-        for each, drafter in offered.items()
-    }
-    return Session(targets.open(opening, model.vocab_size, observed), drafters)
-
-
-async def recorded(session: Session, prompt: Sequence[int], num_tokens: int, end: int) -> Line:
-    """Generate plainly; ask every drafter after every token."""
-    committed, steps, scoring = list(prompt), list[Line](), list[tuple[int, float]]()
-    while len(committed) < len(prompt) + num_tokens and (len(committed) == len(prompt) or committed[-1] != end):
-        scored = await session.scorer.score(committed, Proposal())
-        committed.append(scored.scores.positions[-1].tail_token)
-        for drafter in session.drafters.values():
-            if scored.scores.observations:
-                drafter.observe(scored.scores.observations)
-        step: Line = {}
-        for name, drafter in session.drafters.items():
-            few, many = ASKED
-            first, again = [(await drafter.propose(committed, few, STOP_BELOW)).elapsed_s for _ in range(2)]
-            drafted = await drafter.propose(committed, many, STOP_BELOW)
-            seconds = [first, drafted.elapsed_s + max(0.0, first - again)]  # the first reads the last token, too
-            if is_chosen(drafted.proposal):
-                tree = drafted.proposal
-                step[name] = {"tokens": tree.tokens, "parents": tree.tree, "seconds": seconds}
-        if len(steps) % TIMED_EVERY == TIMED_EVERY - 1:
-            longest = Proposal((5,) * max(SCORED), (one_hot(5),) * max(SCORED))
-            for count in SCORED:
-                scoring.append((count, (await session.scorer.score(committed, cut(longest, count))).elapsed_s))
-        steps.append(step)
-    return {"num_prompt": len(prompt), "tokens": committed, "steps": steps, "scoring": scoring}
-
-
-def cut(proposal: Proposal, count: int) -> Proposal:
-    """Return its first tokens."""
-    return Proposal(proposal.tokens[:count], proposal.distributions[:count], proposal.parents[:count])
-
-
-# ---- playing
+AWAKE_S = 0.002  # what looking at drafters adds to a round: observations, comparisons, weighing plans
+ORDER = ("model", *HEADS, "recycle", "ngram", "suffix")  # in which workers offer them
+TEMPERATURES = (0.0, 1.0)
+CHOSEN, ALL = "chosen", "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +93,7 @@ class Text:
 def names_of(parts: Collection[str]) -> list[str]:
     """Return the names to choose among: each drafter, and the joint ones."""
     ordered = [name for name in ORDER if name in parts]
-    return [*ordered, *joint_names({name: name in HEADS for name in ordered})]
+    return [*ordered, *joint_names({name: name in ("model", *HEADS) for name in ordered})]
 
 
 def tree(step: Line) -> Proposal:
@@ -257,52 +149,73 @@ def fixed_plans(names: Sequence[str]) -> Iterator[DraftPlan]:
     return (DraftPlan(name, count) for name in names for count in (1, 2, 4, 8, 16, 32))
 
 
-def choices(names: Sequence[str]) -> Mapping[str, Callable[[SharedStatistics], PlanChooser]]:
-    """Return the ways to choose: among all drafters, and each alone."""
-    each = {name: (lambda shared, name=name: PlanChooser(shared, [name], MAX_DRAFT_TOKENS)) for name in names}
-    return {"chosen": lambda shared: PlanChooser(shared, names, MAX_DRAFT_TOKENS), **each}
+@dataclass(frozen=True, slots=True)
+class Played:
+    """The seconds of each text in every way."""
+
+    texts: Sequence[Text]
+    plain: Sequence[float]
+    fixed: Mapping[DraftPlan, Sequence[float]]
+    automatic: Mapping[str, Sequence[float]]  # by drafter; CHOSEN: among all of them
+
+    @classmethod
+    def of(cls, texts: Sequence[Text], costs: Costs, names: Sequence[str], rounds: int) -> "Played":
+        """Play all texts; of so many rounds over them the last one counts, as of a coordinator that has served."""
+
+        def automatic(names: Sequence[str]) -> list[float]:
+            shared = SharedStatistics()
+            for _ in range(rounds):
+                seconds = [play(text, PlanChooser(shared, names, MAX_DRAFT_TOKENS), costs) for text in texts]
+            return seconds
+
+        return cls(
+            texts,
+            plain=[play(text, Fixed(PLAIN), costs) for text in texts],
+            fixed={plan: [play(text, Fixed(plan), costs) for text in texts] for plan in fixed_plans(names)},
+            automatic={CHOSEN: automatic(names), **{name: automatic([name]) for name in names}},
+        )
+
+    def row(self, kind: str) -> tuple[str, ...]:
+        """Return a line of the table: speed-ups over plain decoding, by total time."""
+        at = [index for index, text in enumerate(self.texts) if kind in (text.kind, ALL)]
+        best = max(self.fixed, key=lambda plan: self._gain(self.fixed[plan], at))
+        best_gain = max(self._gain(self.fixed[best], at), 1.0)
+        chosen = self.automatic[CHOSEN]
+        alone = [f"{name} {self._gain(self.automatic[name], at):.2f}" for name in self.automatic if name != CHOSEN]
+        return (
+            kind,
+            f"{best.drafter}, K = {best.num_draft_tokens}",
+            f"{best_gain:.2f}",
+            f"{self._gain(chosen, at):.2f}",
+            f"{self._gain(chosen, at) / best_gain:.2f}",
+            f"{min(self.plain[index] / chosen[index] for index in at):.2f}",
+            ", ".join(alone),
+        )
+
+    def _gain(self, seconds: Sequence[float], at: Sequence[int]) -> float:
+        return sum(self.plain[index] for index in at) / sum(seconds[index] for index in at)
 
 
-def played(texts: Sequence[Text], costs: Costs, names: Sequence[str], rounds: int) -> Iterator[tuple[str, ...]]:
-    """Give rows of a table: kind, best fixed plan, and speed-ups over plain decoding by total time."""
-    kinds = [*dict.fromkeys(text.kind for text in texts)]
-    plain = [play(text, Fixed(PLAIN), costs) for text in texts]
-    fixed = {plan: [play(text, Fixed(plan), costs) for text in texts] for plan in fixed_plans(names)}
-    ways = {}
-    for way, begun in choices(names).items():
-        shared = SharedStatistics()
-        for _ in range(rounds):  # the last one counts: a coordinator that has served for a while
-            ways[way] = [play(text, begun(shared), costs) for text in texts]
-    for kind in [*kinds, "all"]:
-        at = [index for index, text in enumerate(texts) if kind in (text.kind, "all")]
-
-        def gain(seconds: Sequence[float], at: Sequence[int] = at) -> float:
-            return sum(plain[index] for index in at) / sum(seconds[index] for index in at)
-
-        best = max(fixed, key=lambda plan: gain(fixed[plan]))
-        best_gain = max(gain(fixed[best]), 1.0)
-        worst = min(plain[index] / ways["chosen"][index] for index in at)
-        chosen = gain(ways["chosen"])
-        alone = " ".join(f"{way} {gain(seconds):.2f}" for way, seconds in ways.items() if way != "chosen")
-        name = f"{best.drafter}, K = {best.num_draft_tokens}"
-        yield kind, name, f"{best_gain:.2f}", f"{chosen:.2f}", f"{chosen / best_gain:.2f}", f"{worst:.2f}", alone
+def lines_of(file: Path) -> list[Line]:
+    """Return a recording. Raises CannotRun."""
+    try:
+        return [json.loads(line) for line in file.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise CannotRun(f"{file} is no recording: {error}; make one with `record`") from None
 
 
 def print_played(file: Path, rounds: int) -> None:
     """Print a table a temperature."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = lines_of(file)
     costs = Costs.of(lines)
     print("scoring, ms:", ", ".join(f"{n}: {1e3 * s:.1f}" for n, s in zip(SCORED, costs.scoring, strict=True)))
     print("drafting, ms:", ", ".join(f"{n}: {1e3 * a:.1f} to {1e3 * b:.1f}" for n, (a, b) in costs.drafting.items()))
     headings = ("", "best fixed", "speed-up", "chosen", "of the best", "worst text", "each alone, automatic")
     for temperature in dict.fromkeys(line["temperature"] for line in lines):
         texts = [Text(line) for line in lines if line["temperature"] == temperature]
-        names = names_of(costs.drafting)
-        print(
-            f"\n### Temperature {temperature:g}\n",
-            *tables.lines(headings, played(texts, costs, names, rounds)),
-            sep="\n",
-        )
+        all_ways = Played.of(texts, costs, names_of(costs.drafting), rounds)
+        kinds = [*dict.fromkeys(text.kind for text in texts), ALL]
+        print(f"\n### Temperature {temperature:g}\n", *tables.lines(headings, map(all_ways.row, kinds)), sep="\n")
 
 
 def main() -> None:
@@ -318,13 +231,15 @@ def main() -> None:
     playing.add_argument("file", type=Path)
     playing.add_argument("--rounds", type=int, default=3, help="over all texts; the last counts (default: %(default)s)")
     arguments = parser.parse_args()
-    if arguments.command == "play":
-        print_played(arguments.file, arguments.rounds)
-        return
-    torch.set_num_threads(1)
-    served = replace(SERVED[arguments.model](), num_prompts=arguments.prompts, num_tokens=arguments.tokens)
-    for temperature in (0.0, 1.0):
-        asyncio.run(record(served, temperature, arguments.file))
+    try:
+        if arguments.command == "play":
+            print_played(arguments.file, arguments.rounds)
+            return
+        torch.set_num_threads(1)
+        served = replace(SERVED[arguments.model](), num_prompts=arguments.prompts, num_tokens=arguments.tokens)
+        asyncio.run(record(served, TEMPERATURES, arguments.file))
+    except CannotRun as error:
+        sys.exit(f"replay: {error}")
 
 
 if __name__ == "__main__":
