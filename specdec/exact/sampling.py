@@ -193,14 +193,14 @@ def _descending(rows: torch.Tensor) -> torch.Tensor:
 
 
 def top_tokens(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the largest entries of rows [N, V], best first; [N, count]. Among equal ones any may be left out.
+    """Return the ids of the largest entries of rows [N, V], best first, [N, count]; of equal ones any may be left out.
 
     On a CPU `topk` takes longer than finding the best chunks first, as nothing outside them can be among the largest.
     """
     size = rows.shape[-1]
     if rows.is_cuda or size % CHUNK_TOKENS or size < count * CHUNK_TOKENS:
         return rows.topk(count, dim=-1).indices
-    chunks = rows.unflatten(-1, (size // CHUNK_TOKENS, CHUNK_TOKENS))
+    chunks = rows.reshape(len(rows), size // CHUNK_TOKENS, CHUNK_TOKENS)
     best = chunks.amax(dim=-1).topk(count, dim=-1).indices
     candidates = chunks.gather(1, best[:, :, None].expand(-1, -1, CHUNK_TOKENS)).flatten(1)
     places = candidates.topk(count, dim=-1).indices
