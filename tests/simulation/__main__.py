@@ -1,0 +1,58 @@
+"""Run worlds of the simulation: `python -m tests.simulation --seeds 1000`."""
+
+import argparse
+import sys
+import time
+
+from tests.simulation.faults import HAZARDS, OTHER_HAZARDS
+from tests.simulation.world import Outcome, run_world
+
+
+def main() -> None:
+    """Run seeds; exit with 1 after the first that breaks an invariant, unless all are asked for."""
+    options = _options()
+    hazards = frozenset(options.hazard)
+    began_s, failed = time.perf_counter(), list[Outcome]()
+    for seed in range(options.first, options.first + options.seeds):
+        outcome = run_world(seed, hazards)
+        if options.verbose or outcome.violations:
+            _show(outcome, with_trace=options.verbose or (not failed and not options.keep_going))
+        if outcome.violations:
+            failed.append(outcome)
+            if not options.keep_going:
+                break
+    elapsed_s = time.perf_counter() - began_s
+    count = seed - options.first + 1
+    print(f"{count} seeds from {options.first}: {len(failed)} broke an invariant; {count / elapsed_s:.1f} seeds a second")
+    sys.exit(bool(failed))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first one")
+    parser.add_argument(
+        "--hazard", action="append", default=[], choices=[*HAZARDS, *OTHER_HAZARDS], help="also draw these; repeatable"
+    )
+    parser.add_argument("--keep-going", action="store_true", help="do not end at the first that breaks an invariant")
+    parser.add_argument("--verbose", action="store_true", help="print every world's trace")
+    return parser.parse_args()
+
+
+def how_to_repeat(outcome: Outcome) -> str:
+    """Return the line that runs a world again."""
+    hazards = "".join(f" --hazard {name!r}" for name in sorted(outcome.hazards))
+    return f"python -m tests.simulation --first {outcome.seed} --seeds 1 --verbose{hazards}"
+
+
+def _show(outcome: Outcome, with_trace: bool) -> None:
+    if with_trace:
+        print("\n".join(outcome.trace.lines()))
+    for violation in outcome.violations:
+        print(f"seed {outcome.seed}: {violation}")
+    facts = f"{outcome.endings or 'no clients'}; {outcome.virtual_s:.0f} virtual s, {outcome.num_steps} steps"
+    print(f"seed {outcome.seed}: {facts}; again: {how_to_repeat(outcome)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""One world: a cluster, its clients and its faults, all drawn from a seed; run to the end in virtual time."""
+
+import asyncio
+import gc
+import logging
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from tests.simulation import faults
+from tests.simulation.clients import Client, drawn_clients
+from tests.simulation.cluster import OTHER_TARGET, SESSION_TTL_S, Cluster
+from tests.simulation.ledger import Ledger, Trace
+from tests.simulation.loop import VirtualLoop, virtual_loop
+from tests.simulation.network import KEEPALIVE_S, Network
+from tests.simulation.store import SimulatedRedis, virtual_wall_clock
+
+MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
+QUIET_S = KEEPALIVE_S[1] + 5.0  # after the last client: what was silently lost has been noticed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a world."""
+
+    seed: int
+    hazards: frozenset[str]
+    violations: tuple[str, ...]
+    trace: Trace
+    endings: str  # of the clients
+    virtual_s: float
+    num_steps: int
+
+
+def run_world(seed: int, hazards: frozenset[str] = frozenset()) -> Outcome:
+    """Run one seed."""
+    loop = VirtualLoop()
+    trace = Trace(loop.time)
+    ledger = Ledger(trace)
+    world = World(seed, hazards, ledger)
+    with _undisturbed(), virtual_wall_clock(loop.time):
+        try:
+            loop.run_until_complete(world.run())
+        except Exception as error:
+            ledger.violated(f"the world broke: {type(error).__name__}: {error}")
+        loop.set_exception_handler(lambda _, __: None)
+        loop.close()
+    endings = ", ".join(f"{count} {name}" for name, count in sorted(ledger.endings.items()))
+    return Outcome(seed, hazards, tuple(ledger.violations), trace, endings, loop.time(), loop.num_steps)
+
+
+class World:
+    """A cluster with clients and faults."""
+
+    def __init__(self, seed: int, hazards: frozenset[str], ledger: Ledger) -> None:
+        self._chance = random.Random(f"{seed} world")
+        self._hazards, self._ledger = hazards, ledger
+        self._faults = faults.drawn(random.Random(f"{seed} faults"), hazards)
+        names = ["store", "other store"] if "two stores" in hazards else ["store"]
+        stores = [
+            SimulatedRedis(random.Random(f"{seed} {name}"), name, on_change=ledger.store_changed) for name in names
+        ]
+        self._cluster = Cluster(
+            random.Random(f"{seed} outside"), Network(random.Random(f"{seed} network")), ledger.trace, ledger, stores
+        )
+        self._clients: list[Client] = []
+
+    async def run(self) -> None:
+        """Build, run until the clients have ended, heal, and take the census."""
+        self._build()
+        cluster = self._cluster
+        await asyncio.gather(*(cluster.start(name) for name in cluster.names()))
+        self._clients = drawn_clients(self._chance, cluster, self._ledger)
+        planned = [asyncio.create_task(fault.happen(cluster)) for fault in self._faults]
+        async with asyncio.timeout(MAX_WORLD_S):
+            await asyncio.gather(*(client.run() for client in self._clients))
+            await asyncio.gather(*planned)
+        await asyncio.sleep(QUIET_S)
+        self._take_census()
+        self._ledger.close()
+        await self._tear_down()
+
+    def _build(self) -> None:
+        cluster, chance = self._cluster, self._chance
+        cluster.num_blocks = chance.choice((1000, 1000, 24))  # room for all sessions, or for some of them
+        for store in cluster.stores:
+            address = f"coordinators of {store.name}"
+            for number in range(chance.choice((2, 2, 3)) if len(cluster.stores) == 1 else 1):
+                name = f"coordinator-{number + 1}" + ("'" if store is not cluster.stores[0] else "")
+                cluster.add(name, cluster.coordinator(store, address))
+        for number in range(chance.choice((1, 2))):
+            cluster.add(f"target-{number + 1}", cluster.target())
+        if "two models" in self._hazards:
+            cluster.add("target-other", cluster.target(OTHER_TARGET, "other target model"))
+        for number in range(chance.choice((0, 1, 1, 2))):
+            cluster.add(f"draft-{number + 1}", cluster.draft())
+
+    def _take_census(self) -> None:
+        """Nothing may be left but what runs for ever."""
+        cluster, violated = self._cluster, self._ledger.violated
+        for name, running in cluster.running.items():
+            if len(running):
+                violated(f"{name} still runs {len(running)} sessions")
+        for call in cluster.network.calls():
+            violated(f"a call is left: {call}")
+        for name, process in cluster.processes.items():
+            left = sorted(task.get_name() for task in process.tasks)
+            if left != (["capabilities", "heartbeats"] if name.startswith("coordinator") else []):
+                violated(f"tasks of {name} are left: {left}")
+
+    async def _tear_down(self) -> None:
+        """End all processes; then no key may outlive its time."""
+        for process in self._cluster.processes.values():
+            process.kill()
+        await asyncio.sleep(SESSION_TTL_S + 1.0)
+        for store in self._cluster.stores:
+            await store.touch()
+            if store.contents:
+                self._ledger.violated(f"{len(store.contents)} keys outlive their time")
+        left = asyncio.all_tasks(virtual_loop()) - {asyncio.current_task()}
+        if left:
+            self._ledger.violated(f"{len(left)} tasks are left")
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Run without logs, and without garbage collections, which would end forgotten generators at any moment."""
+    configured = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        structlog.configure(**configured)
+
+
