@@ -23,7 +23,9 @@ def main() -> None:
                 break
     elapsed_s = time.perf_counter() - began_s
     count = seed - options.first + 1
-    print(f"{count} seeds from {options.first}: {len(failed)} broke an invariant; {count / elapsed_s:.1f} seeds a second")
+    print(
+        f"{count} seeds from {options.first}: {len(failed)} broke an invariant; {count / elapsed_s:.1f} seeds a second"
+    )
     sys.exit(bool(failed))
 
 

@@ -79,9 +79,7 @@ class ClientCall:
 
     def expire_after(self, seconds: float) -> None:
         """Set the deadline."""
-        self._deadline = virtual_loop().call_later(
-            seconds, self._expire, context=outside_of_processes()
-        )
+        self._deadline = virtual_loop().call_later(seconds, self._expire, context=outside_of_processes())
 
     def deliver(self, kind: str, value: Any) -> None:
         """Take what the server sent."""
@@ -185,6 +183,7 @@ class ServerCall:
         self._cancels_handler = cancels_handler  # else the handler sees a bare end of the requests
         self._inbox = Inbox()
         self.is_cancelled = False
+        self.has_failed_inside = False  # by a bug
         self.task: asyncio.Task[None] | None = None
 
     def deliver(self, kind: str, value: Any) -> None:
@@ -240,5 +239,6 @@ class ServerCall:
 
     async def abort_with_status(self, status: Any) -> None:
         """End the call with an error."""
+        self.has_failed_inside = status.code is grpc.StatusCode.INTERNAL
         self._to_client.send("status", (status.code, status.details, status.trailing_metadata or ()))
         raise Aborted

@@ -106,22 +106,27 @@ class Client:
         )
 
 
-def drawn_clients(chance: random.Random, cluster: Cluster, ledger: Ledger) -> list[Client]:
-    """Return a world's clients: some sessions, each with some followers."""
+def drawn_clients(chance: random.Random, cluster: Cluster, ledger: Ledger, hazards: frozenset[str]) -> list[Client]:
+    """Return a world's clients: some sessions, each with some followers.
+
+    Two stores have sessions of the same names with other prompts. A store that goes back in time shows what that does
+    only where a repeated text is another one: sampled, with another number of draft tokens.
+    """
     clients: list[Client] = []
     for number in range(chance.choice((1, 2, 2, 3))):
-        request = _request(chance, number)
         for store in cluster.stores:
+            request = _request(chance, number)
+            if "rollback" in hazards and chance.random() < 0.8:
+                request.sampling.temperature = 1.0
+                request.speculation.ClearField("num_draft_tokens")
             wanted = _announced(store, ledger, request)
-            for _ in range(chance.choice((1, 1, 2))):
+            for _ in range(chance.choice((1, 1, 2)) if "rollback" not in hazards else 2):
                 clients.append(_client(chance, f"client-{len(clients) + 1}", wanted, cluster, ledger))
     return clients
 
 
 def _client(chance: random.Random, name: str, wanted: Wanted, cluster: Cluster, ledger: Ledger) -> Client:
-    visits = [
-        (chance.randrange(1, 6), 10 ** chance.uniform(-3, 0.5)) for _ in range(chance.choice((0, 0, 1, 2)))
-    ]
+    visits = [(chance.randrange(1, 6), 10 ** chance.uniform(-3, 0.5)) for _ in range(chance.choice((0, 0, 1, 2)))]
     cancels = bool(visits) and chance.random() < 0.1
     return Client(name, wanted, cluster, ledger, chance.uniform(0, 0.3), visits, cancels)
 
@@ -145,5 +150,3 @@ def _announced(store: SimulatedRedis, ledger: Ledger, request: generation_pb2.Ge
     greedy = TARGET.greedy(prompt, request.sampling.max_new_tokens) if is_greedy else None
     ledger.expect(store.name, session_id, prompt, greedy)
     return Wanted(store, request, session_id)
-
-

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from coordinator import redis_client
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.draft import DraftWorkers
 from coordinator.prompts import Prompts
@@ -53,8 +54,11 @@ class Cluster:
     stores: list[SimulatedRedis]
     step_s: float = 0.005  # of a model's forward
     num_blocks: int = 1000  # of a worker's cache
+    has_drafts: bool = True
     processes: dict[str, Process] = field(default_factory=dict)
     running: dict[str, RunningGenerations] = field(default_factory=dict)  # by coordinator
+    models: dict[str, ToyLanguageModel] = field(default_factory=dict)  # by worker
+    clock_offset_s: float = 0.0  # of the stores' wall clock
     _builds: dict[str, Build] = field(default_factory=dict)
 
     @property
@@ -91,10 +95,11 @@ class Cluster:
             network, outside = self.network, self.outside
             server = network.serve(address, process)
             target = TargetWorkers(network.channel("target"), SCORE_TIMEOUT_S, TARGET_PATIENCE_S, outside)
-            draft = DraftWorkers(network.channel("draft"), DRAFT_TIMEOUT_S, outside)
+            draft = DraftWorkers(network.channel("draft"), DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
             workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER, outside))
             running = self.running[process.name] = RunningGenerations(8)
-            sessions = SessionStore(RedisClient(store.client(outside)), SESSION_TTL_S)
+            redis = RedisClient(store.client(outside), read_script=redis_client.read_script)
+            sessions = SessionStore(redis, SESSION_TTL_S)
             limits = RequestLimits(MAX_NEW_TOKENS, 8)
             service = Coordinator(workers, PROMPTS, sessions, running, limits, outside)
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service, outside), server)
@@ -111,7 +116,9 @@ class Cluster:
         async def build(process: Process) -> None:
             server = self.network.serve("target", process)
             scorer = Scorer(VOCAB_SIZE, observation_window=16)
-            servicer = TargetServicer(self._engine(process, text, scorer), scorer, described("toy", fingerprint))
+            model = ToyLanguageModel(text, self.num_blocks, self.ledger.scored)
+            engine = self._engine(process, model, scorer)
+            servicer = TargetServicer(engine, scorer, described("toy", fingerprint))
             target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
             server.is_ready = True
 
@@ -122,15 +129,17 @@ class Cluster:
 
         async def build(process: Process) -> None:
             server = self.network.serve("draft", process)
-            engine = self._engine(process, DRAFT, DraftProcessor(VOCAB_SIZE, 0.999, VOCAB_SIZE))
+            model = ToyLanguageModel(DRAFT, self.num_blocks)
+            engine = self._engine(process, model, DraftProcessor(VOCAB_SIZE, 0.999, VOCAB_SIZE))
             drafter = ModelDrafter("model", engine, described("toy draft", "draft model"), drafts_ahead=True)
             draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer({"model": drafter}), server)
             server.is_ready = True
 
         return build
 
-    def _engine(self, process: Process, text: ToyText, processor: Any) -> InlineEngine[Any]:
+    def _engine(self, process: Process, model: ToyLanguageModel, processor: Any) -> InlineEngine[Any]:
         def step_s() -> float:
             return self.random.uniform(0.5, 1.5) * self.step_s * process.slowness
 
-        return InlineEngine(ToyLanguageModel(text, self.num_blocks), processor, step_s)
+        self.models[process.name] = model
+        return InlineEngine(model, processor, step_s)

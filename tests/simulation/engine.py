@@ -16,6 +16,9 @@ from specdec.engine.batch import TaskT
 from specdec.exact.tree import path_to
 from specdec.types import ModelInfo
 
+OnScored = Callable[[str, tuple[int, ...]], None]
+"""Is told a sequence's key and its committed tokens whenever logits after them were asked for."""
+
 VOCAB_SIZE = 8
 NUM_STATES = 61
 CONTEXT_LENGTH = 96
@@ -79,8 +82,9 @@ class ToyPool:
 class ToyLanguageModel:
     """The engine's model."""
 
-    def __init__(self, text: ToyText, num_blocks: int) -> None:
+    def __init__(self, text: ToyText, num_blocks: int, on_scored: OnScored = lambda key, tokens: None) -> None:
         self.text = text
+        self._on_scored = on_scored
         self.cache = KvCache(ToyPool(num_blocks))
 
     def check(self, feed: Feed) -> None:
@@ -98,6 +102,8 @@ class ToyLanguageModel:
         """Return the states at the last rows of a feed."""
         feed.sequence.append(feed.tokens, feed.parents)
         tokens = list(feed.sequence.tokens)
+        if feed.num_rows:
+            self._on_scored(feed.sequence.key, tuple(tokens[: feed.sequence.num_committed]))
         num_tree = len(feed.parents)
         first = len(tokens) - feed.num_rows
         base = len(tokens) - num_tree

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tests.simulation.cluster import Cluster
 from tests.simulation.loop import virtual_loop
+from tests.simulation.network import Network
 from tests.simulation.store import SimulatedRedis
 
 Fault = Callable[[Cluster, random.Random], Awaitable[None]]
@@ -37,14 +38,26 @@ def drawn(chance: random.Random, hazards: frozenset[str]) -> list[Planned]:
     kinds = {**FAULTS, **{name: HAZARDS[name] for name in sorted(hazards) if name in HAZARDS}}
     names = chance.choices(list(kinds), [kind.weight for kind in kinds.values()], k=chance.randrange(8))
     names += [name for name in sorted(hazards) if name in HAZARDS]
-    return [
-        Planned(chance.expovariate(1 / 0.4), name, kinds[name].fault, chance.getrandbits(32)) for name in names
-    ]
+    return [Planned(chance.expovariate(1 / 0.4), name, kinds[name].fault, chance.getrandbits(32)) for name in names]
 
 
 def _pause_s(chance: random.Random) -> float:
     """Draw how long something lasts: from a round to a minute."""
     return 0.005 * float(10 ** chance.uniform(0, 4))
+
+
+async def heal(cluster: Cluster) -> None:
+    """Undo what the faults have done, whatever they were about to do."""
+    cluster.network.partitioned.clear()
+    cluster.network.garbled.clear()
+    cluster.network.delay_s = Network.usual_delay_s
+    for store in cluster.stores:
+        store.is_up, store.paused_until_s, store.lost_replies, store.lost_requests = True, 0.0, 0.0, 0.0
+    for name, process in list(cluster.processes.items()):
+        process.slowness = 1.0
+        process.go_on()
+        if not process.is_alive:
+            await cluster.start(name)
 
 
 async def kill(cluster: Cluster, chance: random.Random) -> None:
@@ -107,11 +120,10 @@ async def partition(cluster: Cluster, chance: random.Random) -> None:
 
 async def delay(cluster: Cluster, chance: random.Random) -> None:
     """Make the network slow for a while."""
-    usual = cluster.network.delay_s
-    cluster.network.delay_s = usual * 10 ** chance.uniform(1, 2.5)
+    cluster.network.delay_s = Network.usual_delay_s * 10 ** chance.uniform(1, 2.5)
     cluster.trace.note("network", f"delays of {cluster.network.delay_s:.3f} s")
     await asyncio.sleep(_pause_s(chance))
-    cluster.network.delay_s = usual
+    cluster.network.delay_s = Network.usual_delay_s
 
 
 def _store(cluster: Cluster, chance: random.Random) -> SimulatedRedis:
@@ -143,6 +155,12 @@ async def restart_store(cluster: Cluster, chance: random.Random) -> None:
     await asyncio.sleep(_pause_s(chance) / 4)
     store.is_up = True
     cluster.trace.note(store.name, "is back")
+
+
+async def jump_clock(cluster: Cluster, chance: random.Random) -> None:
+    """Let the stores' clock jump, by less than what a session is kept for."""
+    cluster.clock_offset_s += chance.uniform(-400, 400)
+    cluster.trace.note("clock", f"of the stores is {cluster.clock_offset_s:.0f} s off")
 
 
 async def garble(cluster: Cluster, chance: random.Random) -> None:
@@ -190,6 +208,7 @@ FAULTS: Mapping[str, Kind] = {
     "lose replies": Kind(lose_replies, 2.0),
     "pause store": Kind(pause_store),
     "restart store": Kind(restart_store),
+    "jump clock": Kind(jump_clock, 0.5),
     "garble": Kind(garble),
 }
 
@@ -197,4 +216,4 @@ HAZARDS: Mapping[str, Kind] = {
     "rollback": Kind(roll_back),
     "empty store": Kind(empty_store),
 }
-OTHER_HAZARDS = ("two stores", "two models")  # not faults: other ways to set a world up
+OTHER_HAZARDS = ("two stores",)  # not faults: other ways to set a world up

@@ -2,7 +2,7 @@
 
 1. A session's log only grows, is chained by its digest, and its epoch only rises.
 2. What a client gets is committed, and is a prefix of the log as it finally is; no token ever changes.
-3. Greedy text is the target's own.
+3. Every round builds on a text that a target scored as it is, and greedy text is the target's own.
 4. No client fails, but for what a fault really took away.
 5. In the end nothing is left: no task, no call, no running session, no key after its time.
 """
@@ -50,6 +50,7 @@ class Log:
     epoch: int = 0
     shown: list[int] = field(default_factory=list)  # the longest text that any client has seen
     is_lost: bool = False  # the store lost at least a part of it, by a fault
+    scored: set[tuple[int, ...]] = field(default_factory=set)  # the texts after which a target gave scores
 
     @property
     def completion(self) -> tuple[int, ...]:
@@ -65,6 +66,7 @@ class Ledger:
     violations: list[str] = field(default_factory=list)
     logs: dict[tuple[str, str], Log] = field(default_factory=dict)  # by store and session
     endings: Counter[str] = field(default_factory=Counter)  # how clients ended
+    accepted_failures: tuple[str, ...] = ()  # reasons for which clients may fail in this world
 
     def expect(self, store: str, session_id: str, prompt: Sequence[int], greedy: Sequence[int] | None) -> None:
         """Announce a session."""
@@ -89,6 +91,8 @@ class Ledger:
             if name == store.name:
                 tokens = unpack_tokens(store.tokens(session_id)) if session_id in held else ()
                 log.is_lost = log.is_lost or len(tokens) < len(log.tokens)
+                if not tokens:
+                    log.shown.clear()  # nobody knows it any more: the same request begins another session
                 log.tokens = tokens
                 log.digest = store.meta(session_id)[b"digest"] if tokens else b""
                 log.epoch = int(store.meta(session_id)[b"epoch"]) if tokens else 0
@@ -108,9 +112,17 @@ class Ledger:
         self.trace.note(store.name, f"{session_id[:4]} commits {len(log.tokens)} + {list(news)}")
         if tokens[: len(log.tokens)] != log.tokens or int(meta[b"length"]) != len(tokens):
             self.violated(f"session {session_id[:4]}: its log was rewritten at length {len(log.tokens)}")
+        if log.tokens and log.tokens not in log.scored:
+            self.violated(f"session {session_id[:4]}: no target has scored the {len(log.tokens)} tokens before a round")
         if meta[b"digest"] != chain(log.digest, news):
             self.violated(f"session {session_id[:4]}: its digest is not that of its {len(tokens)} tokens")
         log.tokens, log.digest = tokens, meta[b"digest"]
+
+    def scored(self, session_id: str, tokens: tuple[int, ...]) -> None:
+        """Record that a target gave scores after these tokens."""
+        for (_, name), log in self.logs.items():
+            if name == session_id:
+                log.scored.add(tokens)
 
     # ---- clients
 
@@ -135,7 +147,8 @@ class Ledger:
         log = self.logs[store, session_id]
         self.endings[error.reason] += 1
         self.trace.note(client, f"failed: {error.reason}: {error.message}")
-        if not (log.is_lost and error.reason in ("STORE_ROLLED_BACK", "SESSION_NOT_FOUND")):
+        is_lost = log.is_lost and error.reason in ("STORE_ROLLED_BACK", "SESSION_NOT_FOUND")
+        if not is_lost and error.reason not in self.accepted_failures:
             self.violated(f"session {session_id[:4]}: {client} failed with {error.reason}: {error.message}")
 
     # ---- the end

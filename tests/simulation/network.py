@@ -5,9 +5,9 @@
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 
@@ -16,8 +16,9 @@ from specdec.serving.server import StatusInterceptor
 from tests.simulation.calls import ClientCall, Pipe, ServerCall
 from tests.simulation.loop import CURRENT, Process, outside_of_processes, virtual_loop
 
-KEEPALIVE_S = (20.0, 70.0)  # until the ends of a connection that is silently lost notice it
+KEEPALIVE_S = (3.0, 12.0)  # until the ends of a connection that is silently lost notice it
 CONNECT_S = 0.005
+MAX_DELAY_S = 3.0
 
 
 class Server:
@@ -26,7 +27,7 @@ class Server:
     def __init__(self, address: str, process: Process) -> None:
         self.address, self.process = address, process
         self.is_ready = False
-        self.calls: dict["Connection", None] = {}
+        self.calls: dict[Connection, None] = {}
         self._interceptor = StatusInterceptor()
         self._interceptor.ready = True
         self._handlers: dict[str, Any] = {}
@@ -103,16 +104,18 @@ class Connection:
         virtual_loop().call_later(after_s, self.answering.deliver, "cancel", None, context=outside_of_processes())
 
 
-@dataclass(slots=True)
+@dataclass
 class Network:
     """All servers and all calls under way."""
 
+    usual_delay_s: ClassVar[float] = 0.001
+
     random: random.Random
-    delay_s: float = 0.001  # the usual delay of a message; drawn exponentially
+    delay_s: float = usual_delay_s  # the mean of a message's; drawn exponentially
     servers: list[Server] = field(default_factory=list)
     partitioned: set[frozenset[str]] = field(default_factory=set)  # pairs of processes that cannot reach each other
     garbled: dict[str, float] = field(default_factory=dict)  # the share of a process's answers that are garbage
-    failures: list[str] = field(default_factory=list)  # errors of handlers that are not SpecdecError
+    on_bug: Callable[[str], None] = lambda what: None  # called where a handler raises what is no SpecdecError
 
     def keepalive_s(self) -> float:
         """Draw how long a silent loss stays unnoticed."""
@@ -136,7 +139,7 @@ class Network:
     def delay(self) -> float:
         """Draw a message's delay: mostly short, sometimes long."""
         factor = 1000.0 if self.random.random() < 0.002 else 1.0
-        return self.random.expovariate(1.0 / self.delay_s) * factor
+        return min(MAX_DELAY_S, self.random.expovariate(1.0 / self.delay_s) * factor)
 
     def pick(self, address: str, key: str, caller: Process | None) -> Server | None:
         """Return the server for a key: the same while the same servers are ready, as a hash ring does."""
@@ -177,6 +180,8 @@ class Network:
             await connection.answering.run(await server.handler(method))
         finally:
             server.calls.pop(connection, None)
+        if connection.answering.has_failed_inside:
+            self.on_bug(f"{connection} ended with INTERNAL")
 
     def _on_the_wire(self, name: str, kind: str, value: Any) -> Any:
         if kind == "message" and self.random.random() < self.garbled.get(name, 0.0):
@@ -253,4 +258,3 @@ class Channel:
                 stream.cancel()
 
         return call
-

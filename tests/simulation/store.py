@@ -169,10 +169,14 @@ class SimulatedConnection(FakeAsyncRedisConnection):  # type: ignore[misc]  # fa
         try:
             async with asyncio.timeout(SOCKET_TIMEOUT_S):
                 await asyncio.sleep(self._store.delay())
-                return await super().read_response(**options)
+                reply = await super().read_response(**options)
         except TimeoutError:
             await self.disconnect(nowait=True)
             raise RedisTimeoutError("Timeout reading from socket") from None
+        if isinstance(reply, RedisConnectionError):
+            await self.disconnect(nowait=True)
+            raise reply
+        return reply
 
 
 def _is_alive() -> bool:
