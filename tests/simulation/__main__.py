@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 
-from tests.simulation.faults import HAZARDS, OTHER_HAZARDS
+from tests.simulation.faults import HAZARDS, SETTINGS
 from tests.simulation.world import Outcome, run_world
 
 
@@ -34,7 +34,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first one")
     parser.add_argument(
-        "--hazard", action="append", default=[], choices=[*HAZARDS, *OTHER_HAZARDS], help="also draw these; repeatable"
+        "--hazard", action="append", default=[], choices=[*HAZARDS, *SETTINGS], help="every world has this; repeatable"
     )
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first that breaks an invariant")
     parser.add_argument("--verbose", action="store_true", help="print every world's trace")

@@ -210,10 +210,8 @@ FAULTS: Mapping[str, Kind] = {
     "restart store": Kind(restart_store),
     "jump clock": Kind(jump_clock, 0.5),
     "garble": Kind(garble),
+    "empty store": Kind(empty_store, 0.2),
 }
 
-HAZARDS: Mapping[str, Kind] = {
-    "rollback": Kind(roll_back),
-    "empty store": Kind(empty_store),
-}
-OTHER_HAZARDS = ("two stores",)  # not faults: other ways to set a world up
+HAZARDS: Mapping[str, Kind] = {"rollback": Kind(roll_back), "garbled descriptions": Kind(garble)}
+SETTINGS = ("two stores", "two models")  # ways to set a world up, which some worlds have without being asked for

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-MAX_STEPS = 3_000_000  # of one world; more is a loop that does not end
+MAX_STEPS = 300_000  # of one world; more is a loop that does not end
 
 T = TypeVar("T")
 
@@ -73,6 +73,8 @@ class Process:
     def adopt(self, task: "asyncio.Task[Any]") -> None:
         """Count a task as this process's until it ends."""
         self._tasks[task] = None
+        if not self.is_alive:
+            asyncio.get_running_loop().call_soon(self._reap, context=contextvars.Context())
         task.add_done_callback(self._forget, context=contextvars.Context())
 
     def _forget(self, task: "asyncio.Task[Any]") -> None:

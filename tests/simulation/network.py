@@ -115,6 +115,7 @@ class Network:
     servers: list[Server] = field(default_factory=list)
     partitioned: set[frozenset[str]] = field(default_factory=set)  # pairs of processes that cannot reach each other
     garbled: dict[str, float] = field(default_factory=dict)  # the share of a process's answers that are garbage
+    garbles_descriptions: bool = False  # also what workers say about themselves
     on_bug: Callable[[str], None] = lambda what: None  # called where a handler raises what is no SpecdecError
 
     def keepalive_s(self) -> float:
@@ -167,7 +168,12 @@ class Network:
             return
         connection = Connection(self, caller, server, method)
         name = server.process.name
-        to_client = Pipe(self.delay, lambda kind, value: call.deliver(kind, self._on_the_wire(name, kind, value)))
+        is_garbled = self.garbles_descriptions or "/Get" not in method
+
+        def deliver(kind: str, value: Any) -> None:
+            call.deliver(kind, self._garbled(name, value) if kind == "message" and is_garbled else value)
+
+        to_client = Pipe(self.delay, deliver)
         connection.client = call
         connection.answering = ServerCall(metadata, to_client, cancels_handler=self.random.random() < 0.5)
         to_server = call.to_server = Pipe(self.delay, connection.answering.deliver)
@@ -183,10 +189,12 @@ class Network:
         if connection.answering.has_failed_inside:
             self.on_bug(f"{connection} ended with INTERNAL")
 
-    def _on_the_wire(self, name: str, kind: str, value: Any) -> Any:
-        if kind == "message" and self.random.random() < self.garbled.get(name, 0.0):
-            return bytes(self.random.getrandbits(8) for _ in range(1 + len(value) // 2))
-        return value
+    def _garbled(self, name: str, message: bytes) -> bytes:
+        """Return what a process's answer has become."""
+        if self.random.random() >= self.garbled.get(name, 0.0):
+            return message
+        length = self.random.choice((0, 1 + len(message) // 2))  # an empty message is a valid one
+        return bytes(self.random.getrandbits(8) for _ in range(length))
 
     def join(self, process: Process) -> None:
         """Let a process's death be noticed by those that it has called."""

@@ -5,7 +5,7 @@ import gc
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -14,11 +14,12 @@ from tests.simulation import faults
 from tests.simulation.clients import Client, drawn_clients
 from tests.simulation.cluster import OTHER_TARGET, SESSION_TTL_S, Cluster
 from tests.simulation.ledger import Ledger, Trace
-from tests.simulation.loop import VirtualLoop, virtual_loop
+from tests.simulation.loop import SimulationStuck, VirtualLoop, virtual_loop
 from tests.simulation.network import KEEPALIVE_S, Network
 from tests.simulation.store import SimulatedRedis, virtual_wall_clock
 
 MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
+MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
 FOREVER = ("capabilities", "heartbeats")  # tasks of every coordinator
 PATIENCE = 20  # looks at what is left, half a second apart
 QUIET_S = KEEPALIVE_S[1] + 5.0  # after the last client: what was silently lost has been noticed
@@ -48,10 +49,21 @@ def run_world(seed: int, hazards: frozenset[str] = frozenset()) -> Outcome:
             loop.run_until_complete(world.run())
         except Exception as error:
             ledger.violated(f"the world broke: {type(error).__name__}: {error}")
+            _end_tasks(loop)
         loop.set_exception_handler(lambda _, __: None)
         loop.close()
     endings = ", ".join(f"{count} {name}" for name, count in sorted(ledger.endings.items()))
     return Outcome(seed, hazards, tuple(ledger.violations), trace, endings, loop.time(), loop.num_steps)
+
+
+def _end_tasks(loop: VirtualLoop) -> None:
+    """Cancel what a broken world has left, while its loop can still run it."""
+    loop.num_steps = 0
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    with suppress(SimulationStuck):
+        loop.run_until_complete(asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 60.0))
 
 
 class World:
@@ -61,7 +73,8 @@ class World:
         self._chance = random.Random(f"{seed} world")
         self._hazards, self._ledger = hazards, ledger
         self._faults = faults.drawn(random.Random(f"{seed} faults"), hazards)
-        names = ["store", "other store"] if "two stores" in hazards else ["store"]
+        has_two_stores = "two stores" in hazards or self._chance.random() < 0.1
+        names = ["store", "other store"] if has_two_stores else ["store"]
         stores = [
             SimulatedRedis(random.Random(f"{seed} {name}"), name, on_change=ledger.store_changed) for name in names
         ]
@@ -72,6 +85,7 @@ class World:
             ledger,
             stores,
         )
+        self._cluster.network.garbles_descriptions = "garbled descriptions" in hazards
         self._clients: list[Client] = []
 
     @property
@@ -90,6 +104,8 @@ class World:
             await asyncio.gather(*(client.run() for client in self._clients))
         for fault in planned:
             fault.cancel()
+        for process in cluster.processes.values():
+            process.go_on()  # faults may be waiting for it
         for error in await asyncio.gather(*planned, return_exceptions=True):
             if isinstance(error, Exception):
                 raise error
@@ -101,7 +117,7 @@ class World:
 
     def _build(self) -> None:
         cluster, chance = self._cluster, self._chance
-        cluster.num_blocks = chance.choice((1000, 1000, 24))  # room for all sessions, or for some of them
+        cluster.num_blocks = chance.choice((1000, 24, 12))  # room for all sessions, for some, or for one
         num_drafts = chance.choice((0, 1, 1, 2))
         cluster.has_drafts = num_drafts > 0
         for store in cluster.stores:
@@ -111,7 +127,7 @@ class World:
                 cluster.add(name, cluster.coordinator(store, address))
         for number in range(chance.choice((1, 2))):
             cluster.add(f"target-{number + 1}", cluster.target())
-        if chance.random() < 0.15:
+        if "two models" in self._hazards or chance.random() < 0.1:
             self._ledger.accepted_failures = ("MODEL_MISMATCH",)  # of a session whose only worker is away for long
             cluster.add("target-other", cluster.target(OTHER_TARGET, "other target model"))
         for number in range(num_drafts):
@@ -143,7 +159,7 @@ class World:
         """End all processes; then no key may outlive its time."""
         for process in self._cluster.processes.values():
             process.kill()
-        await asyncio.sleep(SESSION_TTL_S + 1.0)
+        await asyncio.sleep(SESSION_TTL_S + MAX_CLOCK_OFFSET_S)
         for store in self._cluster.stores:
             await store.touch()
             if store.contents:
