@@ -50,6 +50,7 @@ class Log:
     epoch: int = 0
     shown: list[int] = field(default_factory=list)  # the longest text that any client has seen
     is_lost: bool = False  # the store lost at least a part of it, by a fault
+    is_forgotten: bool = False  # the store lost all of it: the same request begins another session
     scored: set[tuple[int, ...]] = field(default_factory=set)  # the texts after which a target gave scores
 
     @property
@@ -91,8 +92,7 @@ class Ledger:
             if name == store.name:
                 tokens = unpack_tokens(store.tokens(session_id)) if session_id in held else ()
                 log.is_lost = log.is_lost or len(tokens) < len(log.tokens)
-                if not tokens:
-                    log.shown.clear()  # nobody knows it any more: the same request begins another session
+                log.is_forgotten = log.is_forgotten or (bool(log.tokens) and not tokens)
                 log.tokens = tokens
                 log.digest = store.meta(session_id)[b"digest"] if tokens else b""
                 log.epoch = int(store.meta(session_id)[b"epoch"]) if tokens else 0
@@ -132,6 +132,10 @@ class Ledger:
         begin, end = chunk.offset, chunk.offset + len(chunk.tokens)
         name = f"session {chunk.session_id[:4]}: {client}"
         self.trace.note(client, f"got {begin} + {list(chunk.tokens)}")
+        if log.greedy is not None and tuple(chunk.tokens) != log.greedy[begin:end]:
+            self.violated(f"{name} got tokens {begin} to {end} that are not the target's greedy text")
+        if log.is_forgotten:
+            return
         if not log.is_lost and log.completion[begin:end] != chunk.tokens:
             self.violated(f"{name} got tokens {begin} to {end} that are not committed")
         common = log.shown[begin:end]
@@ -139,8 +143,6 @@ class Ledger:
             self.violated(f"{name} got other tokens from {begin} to {end} than were shown before")
         if end > len(log.shown):
             log.shown[begin:] = chunk.tokens
-        if log.greedy is not None and tuple(chunk.tokens) != log.greedy[begin:end]:
-            self.violated(f"{name} got tokens {begin} to {end} that are not the target's greedy text")
 
     def failed(self, store: str, client: str, session_id: str, error: SpecdecError) -> None:
         """Judge the error that ended a client's stream."""
@@ -157,5 +159,5 @@ class Ledger:
         """Compare what was shown with the logs as they finally are."""
         for (_, session_id), log in self.logs.items():
             common = len(log.shown) if not log.is_lost else min(len(log.shown), len(log.completion))
-            if list(log.completion[:common]) != log.shown[:common]:
+            if not log.is_forgotten and list(log.completion[:common]) != log.shown[:common]:
                 self.violated(f"session {session_id[:4]}: its log is not what was shown")

@@ -85,7 +85,9 @@ class World:
             ledger,
             stores,
         )
-        self._cluster.network.garbles_descriptions = "garbled descriptions" in hazards
+        if "garbled descriptions" in hazards:
+            self._cluster.network.garbles_descriptions = True
+            self._cluster.network.garbled["target-1"] = 0.3
         self._clients: list[Client] = []
 
     @property
