@@ -5,6 +5,7 @@ import sys
 import time
 
 from tests.simulation.faults import HAZARDS, SETTINGS
+from tests.simulation.report import report, summary
 from tests.simulation.world import Outcome, run_world
 
 
@@ -16,7 +17,7 @@ def main() -> None:
     for seed in range(options.first, options.first + options.seeds):
         outcome = run_world(seed, hazards)
         if options.verbose or outcome.violations:
-            _show(outcome, with_trace=options.verbose or (not failed and not options.keep_going))
+            print((summary if options.keep_going and not options.verbose else report)(outcome), flush=True)
         if outcome.violations:
             failed.append(outcome)
             if not options.keep_going:
@@ -39,21 +40,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first that breaks an invariant")
     parser.add_argument("--verbose", action="store_true", help="print every world's trace")
     return parser.parse_args()
-
-
-def how_to_repeat(outcome: Outcome) -> str:
-    """Return the line that runs a world again."""
-    hazards = "".join(f" --hazard {name!r}" for name in sorted(outcome.hazards))
-    return f"python -m tests.simulation --first {outcome.seed} --seeds 1 --verbose{hazards}"
-
-
-def _show(outcome: Outcome, with_trace: bool) -> None:
-    if with_trace:
-        print("\n".join(outcome.trace.lines()))
-    for violation in outcome.violations:
-        print(f"seed {outcome.seed}: {violation}")
-    facts = f"{outcome.endings or 'no clients'}; {outcome.virtual_s:.0f} virtual s, {outcome.num_steps} steps"
-    print(f"seed {outcome.seed}: {facts}; again: {how_to_repeat(outcome)}")
 
 
 if __name__ == "__main__":

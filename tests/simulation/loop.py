@@ -9,11 +9,12 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 MAX_STEPS = 300_000  # of one world; more is a loop that does not end
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class SimulationStuck(Exception):
@@ -98,7 +99,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop without files and threads, whose clock is a number."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.ready: deque[asyncio.Handle] = deque()
         self.num_steps = 0
         self._now_s = 0.0
@@ -111,7 +112,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Run a callback after those that are ready."""
         handle = asyncio.Handle(callback, args, self, context)
@@ -121,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     call_soon_threadsafe = call_soon  # there are no threads
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+        self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Run a callback at a time."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
@@ -129,7 +130,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         heapq.heappush(self._timers, (when, self._num_timers, timer))
         return timer
 
-    def run_in_executor(self, *_: Any) -> Any:
+    def run_in_executor(self, *_: Any) -> Any:  # type: ignore[override]  # it only refuses
         """Refuse: a thread runs in real time."""
         raise SimulationStuck("the simulation has no threads; keep texts and prompts short")
 

@@ -24,7 +24,7 @@ class Mistake:
     place: str  # a function as module:qualified.name, or a Lua script
     old: str
     new: str
-    max_seeds: int  # within which it must be found
+    num_seeds: int  # that it took to find it, from the first
     hazards: frozenset[str] = frozenset()
     hole: str = ""  # of the second look, that this opens again
 
@@ -43,8 +43,8 @@ def rewritten(place: str, old: str, new: str) -> Iterator[None]:
     *path, name = qualified.split(".")
     for part in path:
         owner = getattr(owner, part)
-    found = inspect.getattr_static(owner, name)
-    function = found.fget if isinstance(found, property) else found
+    found: Any = inspect.getattr_static(owner, name)
+    function: Any = found.fget if isinstance(found, property) else found
     source = replaced(textwrap.dedent(inspect.getsource(function)), old, new)
     made: dict[str, Any] = {}
     exec(source, function.__globals__, made)  # the same source, but for one place

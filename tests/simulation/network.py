@@ -122,8 +122,8 @@ class Network:
         """Draw how long a silent loss stays unnoticed."""
         return self.random.uniform(*KEEPALIVE_S)
 
-    def serve(self, address: str, process: Process) -> Server:
-        """Return a server, not ready yet."""
+    def serve(self, address: str, process: Process) -> Any:
+        """Return a server, not ready yet: a Server, for functions that expect grpc's."""
         server = Server(address, process)
         self.servers.append(server)
         process.on_death.append(lambda: self._remove(server))
@@ -133,8 +133,8 @@ class Network:
         """Return the calls under way whose method has this in its name."""
         return [call for server in self.servers for call in server.calls if method in call.method]
 
-    def channel(self, address: str) -> "Channel":
-        """Return a channel to all servers of an address."""
+    def channel(self, address: str) -> Any:
+        """Return a channel to all servers of an address: a Channel, for stubs that expect grpc's."""
         return Channel(self, address)
 
     def delay(self) -> float:
@@ -256,7 +256,12 @@ class Channel:
         """Return the function that makes a call with one answer."""
         begin = self.unary_stream(method, request_serializer, response_deserializer)
 
-        async def call(request: Any, *, metadata: Any = (), timeout: float | None = None) -> Any:
+        async def call(  # the stubs name its arguments
+            request: Any,
+            *,
+            metadata: Any = (),
+            timeout: float | None = None,  # noqa: ASYNC109
+        ) -> Any:
             stream: ClientCall = begin(request, metadata=metadata, timeout=timeout)
             try:
                 answer = await stream.read()

@@ -91,7 +91,7 @@ class SimulatedRedis:
     async def touch(self) -> None:
         """Let keys expire whose time has come."""
         database = self.server.dbs[0]
-        database.time = fakeredis._helpers.time.time()
+        database.time = vars(fakeredis._helpers)["time"].time()
         len(database)
 
     def _replace(self, contents: dict[bytes, Any]) -> None:
@@ -115,7 +115,7 @@ class SimulatedRedis:
         return Redis(connection_pool=pool)
 
 
-class SimulatedConnection(FakeAsyncRedisConnection):  # type: ignore[misc]  # fakeredis is not typed
+class SimulatedConnection(FakeAsyncRedisConnection):
     """A connection to a simulated Redis."""
 
     def __init__(self, *args: Any, simulated: SimulatedRedis, **options: Any) -> None:
@@ -136,10 +136,11 @@ class SimulatedConnection(FakeAsyncRedisConnection):  # type: ignore[misc]  # fa
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Send a request; it is executed when it arrives."""
         if not self.is_connected:
-            await self.connect()
+            await self.connect()  # type: ignore[no-untyped-call]
         if not _is_alive():
             raise RedisConnectionError("Connection closed.")
-        store, socket, generation = self._store, self._sock, self._generation
+        socket: Any = self._sock
+        store, generation = self._store, self._generation
         data = command if isinstance(command, bytes) else b"".join(command)
         has_lost_request = store.random.random() < store.lost_requests
         has_lost_reply = store.random.random() < store.lost_replies
@@ -164,12 +165,12 @@ class SimulatedConnection(FakeAsyncRedisConnection):  # type: ignore[misc]  # fa
             virtual_loop().call_later(store.delay(), execute, context=outside_of_processes())
         await asyncio.sleep(0)
 
-    async def read_response(self, **options: Any) -> Any:
+    async def read_response(self, *args: Any, **options: Any) -> Any:
         """Return the answer, or raise as redis-py does where none comes in time."""
         try:
             async with asyncio.timeout(SOCKET_TIMEOUT_S):
                 await asyncio.sleep(self._store.delay())
-                reply = await super().read_response(**options)
+                reply = await super().read_response(*args, **options)
         except TimeoutError:
             await self.disconnect(nowait=True)
             raise RedisTimeoutError("Timeout reading from socket") from None
