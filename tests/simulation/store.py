@@ -26,6 +26,7 @@ from coordinator.redis_client import NUM_RETRIES, SOCKET_TIMEOUT_S, PolicyBackof
 from specdec.outside import Outside
 from tests.simulation.loop import CURRENT, outside_of_processes, virtual_loop
 
+LATE_SHARE = 0.003
 WALL_CLOCK_S = 1_700_000_000.0  # when worlds begin
 
 
@@ -66,7 +67,9 @@ class SimulatedRedis:
         return bytes(item.value) if item else b""
 
     def delay(self) -> float:
-        """Draw how long a message takes."""
+        """Draw how long a message takes: seldom so long that its sender has given up by then."""
+        if self.random.random() < LATE_SHARE:
+            return self.random.uniform(0, 2 * SOCKET_TIMEOUT_S)
         return self.random.expovariate(1.0 / self.delay_s)
 
     def keep_snapshot(self) -> None:
@@ -107,8 +110,6 @@ class SimulatedRedis:
             server=self.server,
             version=(7,),
             retry=Retry(PolicyBackoff(outside), NUM_RETRIES),
-            lib_name=None,
-            lib_version=None,
             protocol=2,
             max_connections=100,
         )
