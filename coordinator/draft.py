@@ -81,7 +81,7 @@ def _offered(message: draft_pb2.Drafter) -> OfferedDrafter:
 
 def _num_kept(observations: Observations) -> int:
     """Return how many observed tokens are kept for the next request."""
-    token_bytes = max(map(len, observations.hidden_states), default=0)
+    token_bytes = len(observations.hidden_states[-1]) if observations.hidden_states else 0
     return min(MAX_PENDING_OBSERVATIONS, max(1, MAX_PENDING_BYTES // max(1, token_bytes)))
 
 

@@ -103,7 +103,7 @@ class SessionScorer:
         self._on_mismatch = on_mismatch
         self._num_prompt_tokens = num_prompt_tokens
 
-    async def score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: Sequence[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer.
 
         A round that fails inside one worker may succeed at another: it is asked again, up to MAX_INTERNAL_ERRORS times.
@@ -111,7 +111,7 @@ class SessionScorer:
         begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
         while True:
             try:
-                return await self._score(committed, proposal)
+                return await self._score(committed, proposal, observes)
             except RETRIED as error:
                 failures[type(error)] += 1
                 pause_s = self._pause_s(error, failures[type(error)], self._outside.now_s() - begin)
@@ -150,9 +150,9 @@ class SessionScorer:
             return UnavailableError(f"{message} (last: {error})", error.retry_after_s)
         return error
 
-    async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
+    async def _score(self, committed: Sequence[int], proposal: Proposal, observes: bool) -> Scored:
         def message(start: int, tokens: Sequence[int]) -> target_pb2.ScoreRequest:
-            return target_pb2.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal))
+            return target_pb2.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal, observes))
 
         begin = self._outside.now_s()
         reply = await self._stream.ask(committed, message)
