@@ -144,7 +144,8 @@ class RunningGeneration:
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
-            await run_rounds(self.generation, workers.parts, self._publish)
+            parts = replace(workers.parts, outside=self._outside)
+            await run_rounds(self.generation, parts, self._publish)
         except asyncio.CancelledError:
             self._end(self._interruption or UnavailableError("this coordinator stopped the session; resume it"))
         except Exception as error:

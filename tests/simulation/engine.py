@@ -138,7 +138,8 @@ class InlineEngine(EngineLoop[TaskT]):
 
     def _pump(self) -> None:
         self._pumping = None
-        self._take_arrivals(block=False)
+        if not self._inbox.empty():  # with nothing in it and nothing to do the loop would wait, as a thread may
+            self._take_arrivals()
         self._step()
         if self._schedule.tasks:
             self._wake()

@@ -116,6 +116,35 @@ class SimulatedRedis:
         return Redis(connection_pool=pool)
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request under way."""
+
+    store: SimulatedRedis
+    socket: Any  # of fakeredis, where the answer goes
+    generation: int  # of the server that the connection was made with
+    data: bytes
+    is_answered: bool
+
+    def arrive(self) -> None:
+        """Execute it, once the server is not paused."""
+        wait_s = self.store.paused_until_s - virtual_loop().time()
+        if wait_s > 0:
+            virtual_loop().call_later(wait_s, self.arrive, context=outside_of_processes())
+        elif not self.store.is_up or self.store.generation != self.generation:
+            self.socket.put_response(RedisConnectionError("Connection reset by peer."))
+        else:
+            self._execute()
+
+    def _execute(self) -> None:
+        answer = self.socket.put_response
+        if not self.is_answered:
+            self.socket.put_response = lambda message: None
+        self.socket.sendall(self.data)
+        self.socket.put_response = answer
+        self.store.on_change(self.store)
+
+
 class SimulatedConnection(FakeAsyncRedisConnection):
     """A connection to a simulated Redis."""
 
@@ -140,30 +169,12 @@ class SimulatedConnection(FakeAsyncRedisConnection):
             await self.connect()  # type: ignore[no-untyped-call]
         if not _is_alive():
             raise RedisConnectionError("Connection closed.")
-        socket: Any = self._sock
-        store, generation = self._store, self._generation
+        store = self._store
         data = command if isinstance(command, bytes) else b"".join(command)
-        has_lost_request = store.random.random() < store.lost_requests
-        has_lost_reply = store.random.random() < store.lost_replies
-
-        def execute() -> None:
-            wait_s = store.paused_until_s - virtual_loop().time()
-            if wait_s > 0:
-                virtual_loop().call_later(wait_s, execute, context=outside_of_processes())
-                return
-            if not store.is_up or store.generation != generation:
-                socket.responses.put_nowait(RedisConnectionError("Connection reset by peer."))
-                socket._response_available.set()
-                return
-            put = socket.put_response
-            if has_lost_reply:
-                socket.put_response = lambda message: None
-            socket.sendall(data)
-            socket.put_response = put
-            store.on_change(store)
-
-        if not has_lost_request:
-            virtual_loop().call_later(store.delay(), execute, context=outside_of_processes())
+        is_answered = store.random.random() >= store.lost_replies
+        request = _Request(store, self._sock, self._generation, data, is_answered)
+        if store.random.random() >= store.lost_requests:
+            virtual_loop().call_later(store.delay(), request.arrive, context=outside_of_processes())
         await asyncio.sleep(0)
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
