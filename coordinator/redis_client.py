@@ -1,7 +1,6 @@
 """The connection to Redis: bounded, waiting, retried; failures become UnavailableError with one sentence."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from typing import Any
@@ -12,6 +11,7 @@ from redis.backoff import AbstractBackoff
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from specdec.errors import UnavailableError
+from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 
 SOCKET_TIMEOUT_S = 2.0
@@ -81,9 +81,12 @@ class RedisClient:
 class PolicyBackoff(AbstractBackoff):
     """Our retry policy, as a redis-py backoff."""
 
+    def __init__(self, outside: Outside = REAL) -> None:
+        self._outside = outside
+
     def compute(self, failures: int) -> float:
         """Return the pause after so many failures, in seconds."""
-        return RETRY.pause_s(failures, 0.0, random.random()) or 0.0
+        return RETRY.pause_s(failures, 0.0, self._outside.uniform()) or 0.0
 
 
 def open_redis(url: str) -> RedisClient:

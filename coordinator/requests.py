@@ -1,8 +1,6 @@
 """Requests to values: parameters checked against the model and the operator's limits, identity of a request."""
 
 import hashlib
-import secrets
-import uuid
 from dataclasses import dataclass, replace
 
 from coordinator.generation import Limits
@@ -10,6 +8,7 @@ from coordinator.prompts import EncodedPrompt, Prompts
 from specdec import messages
 from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
+from specdec.outside import REAL, Outside
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
@@ -50,7 +49,11 @@ def restored(data: bytes) -> tuple[SamplingParams, SpeculationParams]:
 
 
 async def plan(
-    request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, limits: RequestLimits
+    request: generation_pb2.GenerateRequest,
+    prompts: Prompts,
+    target: ModelInfo,
+    limits: RequestLimits,
+    outside: Outside = REAL,
 ) -> Plan:
     """Check a request as a whole, the cheap parts first. Raises InvalidArgumentError, OverloadedError."""
     messages.check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
@@ -58,9 +61,9 @@ async def plan(
     sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
     speculation = messages.speculation_from_proto(request.speculation)
     _check_draft_length(speculation, limits)
-    sampling = resolved(sampling, limits.max_new_tokens)
+    sampling = resolved(sampling, limits.max_new_tokens, outside)
     prompt = await prompts.encode(request, target)
-    return Plan(session_id(request.request_id), fingerprint(request), prompt, sampling, speculation)
+    return Plan(session_id(request.request_id, outside), fingerprint(request), prompt, sampling, speculation)
 
 
 def known_session(session_id: str) -> str:
@@ -78,13 +81,13 @@ def _check_draft_length(speculation: SpeculationParams, limits: RequestLimits) -
         raise InvalidArgumentError({"speculation.num_draft_tokens": problem})
 
 
-def resolved(sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
+def resolved(sampling: SamplingParams, max_new_tokens: int, outside: Outside = REAL) -> SamplingParams:
     """Fill in the seed, and cap the length. Raises InvalidArgumentError for a length past the server's limit."""
     wanted = sampling.max_new_tokens or max_new_tokens
     if wanted > max_new_tokens:
         problem = f"is {wanted}; this server's limit is {max_new_tokens}"
         raise InvalidArgumentError({"sampling.max_new_tokens": problem})
-    seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
+    seed = outside.random_bits(MAX_SEED.bit_length()) if sampling.seed is None else sampling.seed
     return replace(sampling, seed=seed, max_new_tokens=wanted)
 
 
@@ -94,9 +97,11 @@ def limits(sampling: SamplingParams, target: ModelInfo) -> Limits:
     return Limits(sampling.max_new_tokens, target.context_length, frozenset(target.eos_token_ids))
 
 
-def session_id(request_id: str) -> str:
+def session_id(request_id: str, outside: Outside = REAL) -> str:
     """Return the session that belongs to an idempotency key, the same at every coordinator; a random one without."""
-    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest() if request_id else uuid.uuid4().hex
+    if not request_id:
+        return f"{outside.random_bits(128):032x}"
+    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
 
 
 def fingerprint(request: generation_pb2.GenerateRequest) -> bytes:

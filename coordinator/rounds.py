@@ -4,7 +4,6 @@ The next round runs while the last one's commit is in flight; only emission wait
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +13,7 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import PLAIN, DraftPlan, RoundOutcome
 from coordinator.generation import Generation, Round
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
+from specdec.outside import REAL, Outside
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
 MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
@@ -78,6 +78,7 @@ class RoundParts:
     scorer: RoundScorer
     rule: AcceptanceRule
     chooser: PlanChooser
+    outside: Outside = REAL
 
 
 async def run_rounds(generation: Generation, parts: RoundParts, publish: Callable[[Round], Awaitable[None]]) -> None:
@@ -144,7 +145,7 @@ class Comparing:
 
 async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, num_new: int = 0) -> Round:
     """Draft, score, accept; return what is to be committed. The last round here, if any, committed `num_new` tokens."""
-    begin = time.perf_counter()
+    begin = parts.outside.now_s()
     await comparing.wait()
     available = [name for name, drafter in parts.drafters.items() if drafter.available]
     plan = parts.chooser.choose(generation.remaining_tokens, available)
@@ -172,7 +173,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             score_s=scored.elapsed_s,
             num_sessions=scored.num_sessions,
             has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
-            other_s=time.perf_counter() - begin - drafted.elapsed_s - scored.elapsed_s,
+            other_s=parts.outside.now_s() - begin - drafted.elapsed_s - scored.elapsed_s,
         )
     )
     return finished_round
