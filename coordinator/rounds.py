@@ -173,7 +173,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             score_s=scored.elapsed_s,
             num_sessions=scored.num_sessions,
             has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
-            other_s=parts.outside.now_s() - begin - drafted.elapsed_s - scored.elapsed_s,
+            other_s=max(0.0, parts.outside.now_s() - begin - drafted.elapsed_s - scored.elapsed_s),
         )
     )
     return finished_round

@@ -24,6 +24,7 @@ from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import SamplingContext, draw, draw_dense, next_token_distributions, sparse_distributions
 from specdec.exact.tree import path_to
 from specdec.exact.values import Observations, Proposal, Scores, SparseDistribution, TargetDistribution, one_hot
+from specdec.outside import Outside
 from specdec.types import SamplingParams
 
 VOCAB_SIZE = 5
@@ -305,6 +306,9 @@ class ObservedScorer(ToyScorer):
 # ---- generations
 
 
+TIMELESS = Outside(now_s=lambda: 0.0)  # so that a choice of K does not depend on how fast this machine is
+
+
 class NoText:
     """A detokenizer without text."""
 
@@ -359,7 +363,8 @@ async def generate_with(
     async def commit(finished_round: Round) -> None:
         rounds.append(finished_round)
 
-    await run_rounds(generation, RoundParts(drafters, scorer, rule or TokenRule(), chooser), commit)
+    parts = RoundParts(drafters, scorer, rule or TokenRule(), chooser, TIMELESS)
+    await run_rounds(generation, parts, commit)
     first, last = rounds[0].statistics, rounds[-1].statistics
     return GenerationResult(
         tuple(entry.token for entry in generation.emitted),
