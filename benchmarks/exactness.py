@@ -434,8 +434,8 @@ class Result:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted."""
-        return self._sum("num_accepted_tokens") / self._sum("num_draft_tokens")
+        """Accepted over drafted; 0 where nothing was drafted."""
+        return self._sum("num_accepted_tokens") / max(self._sum("num_draft_tokens"), 1)
 
     @property
     def tokens_per_round(self) -> float:
@@ -455,7 +455,7 @@ class Result:
     def holds(self) -> bool:
         """Return whether distribution and acceptance are what they should be, and drafts came when asked for."""
         is_exact = self.agreement.p_value > REJECT_BELOW and abs(self.deviations) < MAX_DEVIATIONS
-        return is_exact and not self.num_failed_drafts
+        return is_exact and not self.num_failed_drafts and self._sum("num_draft_tokens") > 0
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(completion.finish.statistics, name) for completion in self.completions))
