@@ -2,11 +2,11 @@
 
 import hashlib
 import secrets
-import uuid
 from dataclasses import dataclass, replace
 
 from coordinator.generation import Limits
 from coordinator.prompts import EncodedPrompt, Prompts
+from coordinator.session_ids import SessionName
 from specdec import messages
 from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
@@ -50,7 +50,11 @@ def restored(data: bytes) -> tuple[SamplingParams, SpeculationParams]:
 
 
 async def plan(
-    request: generation_pb2.GenerateRequest, prompts: Prompts, target: ModelInfo, limits: RequestLimits
+    request: generation_pb2.GenerateRequest,
+    session: SessionName,
+    prompts: Prompts,
+    target: ModelInfo,
+    limits: RequestLimits,
 ) -> Plan:
     """Check a request as a whole, the cheap parts first. Raises InvalidArgumentError, OverloadedError."""
     messages.check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
@@ -60,7 +64,7 @@ async def plan(
     _check_draft_length(speculation, limits)
     sampling = resolved(sampling, limits.max_new_tokens)
     prompt = await prompts.encode(request, target)
-    return Plan(session_id(request.request_id), fingerprint(request), prompt, sampling, speculation)
+    return Plan(session.stored, fingerprint(request), prompt, sampling, speculation)
 
 
 def known_session(session_id: str) -> str:
@@ -92,11 +96,6 @@ def limits(sampling: SamplingParams, target: ModelInfo) -> Limits:
     """Return where a generation must end."""
     assert sampling.max_new_tokens is not None
     return Limits(sampling.max_new_tokens, target.context_length, frozenset(target.eos_token_ids))
-
-
-def session_id(request_id: str) -> str:
-    """Return the session that belongs to an idempotency key, the same at every coordinator; a random one without."""
-    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest() if request_id else uuid.uuid4().hex
 
 
 def fingerprint(request: generation_pb2.GenerateRequest) -> bytes:

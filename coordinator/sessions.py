@@ -6,6 +6,7 @@ else. A commit whose reply was lost is recognised when it is repeated, so the cl
 The embedded store is fakeredis in this process, running the same Lua (coordinator/redis_client.py).
 """
 
+import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from google.protobuf.message import DecodeError
 from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import RedisClient, open_redis
+from coordinator.session_ids import SECRET_BYTES
 from specdec import messages
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, UnavailableError
 from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
@@ -25,6 +27,7 @@ from specdec.v1 import generation_pb2, types_pb2
 
 # what a script says to an owner, and the length of such a reply
 OUTCOMES = [(b"committed", 1), (b"alive", 1), (b"cancelled", 1), (b"gone", 1), (b"fenced", 2), (b"conflict", 2)]
+SECRET_KEY = "specdec:secret"
 UNSTARTED_STATISTICS = generation_pb2.Statistics().SerializeToString()
 
 
@@ -74,10 +77,16 @@ class SessionStore:
         self._create = redis.script("create", lambda reply: reply in (b"created", b"exists", b"conflict"))
         self._commit, self._heartbeat = redis.script("commit", _is_outcome), redis.script("heartbeat", _is_outcome)
         self._claim, self._cancel = redis.script("claim", _is_contents), redis.script("cancel", _is_status)
+        self._secret = redis.script("secret", lambda reply: isinstance(reply, bytes) and len(reply) == SECRET_BYTES)
 
     async def ping(self) -> None:
         """Return once Redis answered."""
         await self._redis.ping()
+
+    async def secret(self) -> bytes:
+        """Return the secret that keys session ids; it stays as long as the store."""
+        secret: bytes = await self._secret([SECRET_KEY], [secrets.token_bytes(SECRET_BYTES)])
+        return secret
 
     async def close(self) -> None:
         """Close the connections."""
