@@ -88,3 +88,20 @@ def watched(
 def channel_credentials(contents: TlsContents) -> grpc.ChannelCredentials:
     """Return grpc's credentials."""
     return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.certificate)
+
+
+# what grpc and BoringSSL say of a handshake that fails, and what it means; the first that fits counts
+HANDSHAKE_PROBLEMS = (
+    ("certificate has expired", "its certificate has expired"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is of an authority that is not trusted here"),
+    ("Hostname Verification Check failed", "its certificate is for another name"),
+    ("WRONG_VERSION_NUMBER", "it speaks plain text, and TLS was asked for"),
+    ("CERTIFICATE_EXPIRED", "our certificate has expired"),
+    ("ALERT_UNKNOWN_CA", "our certificate is of an authority that it does not trust"),
+    ("CERTIFICATE_REQUIRED", "it wants a certificate from us"),
+)
+
+
+def handshake_problem(details: str) -> str | None:
+    """Return what a failed handshake means, from the details of its status; None for anything else."""
+    return next((meaning for words, meaning in HANDSHAKE_PROBLEMS if words in details), None)
