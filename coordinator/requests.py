@@ -1,6 +1,7 @@
 """Requests to values: parameters checked against the model and the operator's limits, identity of a request."""
 
 import hashlib
+import re
 import secrets
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 255
+SESSION_ID = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ def known_session(session_id: str) -> str:
     if not session_id:
         raise InvalidArgumentError({"session_id": "is empty; take it from a chunk of the session"})
     messages.check_id("session_id", session_id, messages.MAX_NAME_CHARACTERS)
+    if not SESSION_ID.fullmatch(session_id):  # it is logged, and may be no text of the caller's choice
+        raise InvalidArgumentError({"session_id": "is none that this service gives out; take it from a chunk"})
     return session_id
 
 

@@ -93,12 +93,11 @@ def channel_credentials(contents: TlsContents) -> grpc.ChannelCredentials:
 # what grpc and BoringSSL say of a handshake that fails, and what it means; the first that fits counts
 HANDSHAKE_PROBLEMS = (
     ("certificate has expired", "its certificate has expired"),
+    ("certificate signature failure", "its certificate is of an authority that is not trusted here"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is of an authority that is not trusted here"),
     ("Hostname Verification Check failed", "its certificate is for another name"),
     ("WRONG_VERSION_NUMBER", "it speaks plain text, and TLS was asked for"),
-    ("CERTIFICATE_EXPIRED", "our certificate has expired"),
-    ("ALERT_UNKNOWN_CA", "our certificate is of an authority that it does not trust"),
-    ("CERTIFICATE_REQUIRED", "it wants a certificate from us"),
+    ("Socket closed", "Socket closed; a server that wants TLS, or another certificate of ours, does that too"),
 )
 
 

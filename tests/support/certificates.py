@@ -51,7 +51,7 @@ class Authority:
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, end: datetime
 ) -> x509.CertificateBuilder:
-    builder = x509.CertificateBuilder(subject, issuer, key.public_key(), x509.random_serial_number())
+    builder = x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
     return builder.not_valid_before(end - 3 * DAY).not_valid_after(end)
 
 
