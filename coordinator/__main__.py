@@ -63,7 +63,7 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
 
 @asynccontextmanager
 async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionStore]:
-    store = open_store(settings.store, settings.session_ttl_s)
+    store = open_store(settings.store, settings.session_ttl_s, settings.store_password_file)
     try:
         await store.ping()
         yield store

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,8 +81,9 @@ class SessionStore:
         self._secret = redis.script("secret", lambda reply: isinstance(reply, bytes) and len(reply) == SECRET_BYTES)
 
     async def ping(self) -> None:
-        """Return once Redis answered."""
+        """Return once Redis answered. Raises ValueError for one that gives up sessions when it is full."""
         await self._redis.ping()
+        await self._redis.refuse_eviction()
 
     async def secret(self) -> bytes:
         """Return the secret that keys session ids; it stays as long as the store."""
@@ -171,9 +173,9 @@ class SessionStore:
             raise UnavailableError(f"the session store gave a malformed session ({type(error).__name__})") from error
 
 
-def open_store(url: str, ttl_s: float) -> SessionStore:
+def open_store(url: str, ttl_s: float, password_file: Path | None = None) -> SessionStore:
     """Return the store at a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
-    return SessionStore(open_redis(url), ttl_s)
+    return SessionStore(open_redis(url, password_file), ttl_s)
 
 
 def keys(session_id: str) -> list[str]:

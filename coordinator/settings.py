@@ -22,6 +22,9 @@ class CoordinatorSettings(ClientFacingSettings):
     draft: str | None = Field("127.0.0.1:50052", description="address of the draft workers; empty: plain decoding")
     tokenizer: str = Field(..., description="hub id or folder of the target model; only its tokenizer is read")
     store: str = Field("embedded", description="embedded, or redis://, rediss:// or unix:// for sessions in Redis")
+    store_password_file: Path | None = Field(
+        None, description="file with the password of the store's user; read again for each connection"
+    )
     session_ttl_s: float = Field(3600.0, ge=1, description="seconds that a session is kept after its last commit")
     max_sessions: int = Field(
         1024, ge=1, description="maximum number of sessions generated at once; more: RESOURCE_EXHAUSTED"

@@ -144,7 +144,8 @@ def _check_store(store: str) -> None:
     except redis.RedisError as error:
         raise CannotRun(f"the Redis on {place} cannot be used: {error}") from None
     except (ValueError, TypeError) as error:
-        raise CannotRun(f"--store is no address: {error}", 2) from None
+        said = "write / as %2F and @ as %40 in a password" if "@" in store else error  # which it may quote
+        raise CannotRun(f"--store is no address: {said}", 2) from None
 
 
 def _ask_redis(store: str) -> None:

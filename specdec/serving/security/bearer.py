@@ -22,7 +22,7 @@ from typing import Any
 
 from specdec.errors import UnauthenticatedError
 from specdec.serving.telemetry import get_logger
-from specdec.watched import Watched, WatchedError, signature_of
+from specdec.watched import CHECK_PERIOD_S, Watched, WatchedError, signature_of
 
 TENANT = re.compile(r"[A-Za-z0-9][\w.@:/-]{0,127}", re.ASCII)
 HASH = re.compile(r"sha256:([0-9a-f]{64})")
@@ -39,8 +39,8 @@ class KnownToken:
 class StaticTokens:
     """The tokens of a file. Raises WatchedError for a file that cannot be used."""
 
-    def __init__(self, path: Path) -> None:
-        self._known = Watched(lambda: signature_of([path]), lambda: read_tokens(path), _log_reload)
+    def __init__(self, path: Path, period_s: float = CHECK_PERIOD_S) -> None:
+        self._known = Watched(lambda: signature_of([path]), lambda: read_tokens(path), _log_reload, period_s)
 
     def tenant(self, token: str) -> str:
         """Return whose token this is. Raises UnauthenticatedError."""
