@@ -126,14 +126,13 @@ def open_redis(url: str, password_file: Path | None = None) -> RedisClient:
     """Return a client of the Redis at a URL, or of the embedded one. Raises ValueError for a URL that is wrong."""
     if url == "embedded":
         return RedisClient(_embedded())
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
     if password_file is not None:
         url, username = _without_user(url)
         options["credential_provider"] = PasswordFile(username, password_file)
     retry = Retry(PolicyBackoff(), NUM_RETRIES)
-    limits = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
     try:
-        redis = Redis.from_url(url, retry=retry, **limits, **options)
+        redis = Redis.from_url(url, retry=retry, **options)
     except ValueError as error:
         raise ValueError(url_problem(url, error)) from None
     _check_options(redis)

@@ -132,7 +132,8 @@ async def wrong_token(secure: SecureCluster) -> str:
     credentials = channel_credentials(secure.client.read())
     async with grpc.aio.secure_channel(secure.address, credentials) as channel:
         metadata = (("authorization", GUESSED),)
-        call = channel.unary_unary("/specdec.v1.GenerationService/GetModel")(b"\xff", metadata=metadata)
+        get_model: Any = channel.unary_unary("/specdec.v1.GenerationService/GetModel")
+        call = get_model(b"\xff", metadata=metadata)
         return f"{caught.value}\n{await call.details()}\n"
 
 

@@ -179,7 +179,7 @@ async def test_signed_tokens_name_their_tenant(secure: SecureCluster) -> None:
         assert (await signed.get_session(completion.session_id)).tokens == completion.tokens
 
 
-HANDSHAKES = {
+HANDSHAKES: dict[str, tuple[Callable[[SecureCluster, Path], dict[str, Any]], str]] = {
     "plain text": (lambda secure, folder: {}, "Socket closed"),
     "no certificate": (lambda secure, folder: {"tls": TlsFiles(secure.client.ca)}, "Socket closed"),
     "another authority": (

@@ -81,7 +81,7 @@ async def echo(files: TlsFiles, gate: asyncio.Event) -> AsyncIterator[str]:
 
     settings = TargetSettings.model_validate({"model": "none", **server_settings(files, "*")})
     server = grpc.aio.server()
-    handlers = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
+    handlers: dict[str, Any] = {"Echo": grpc.unary_unary_rpc_method_handler(answer)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
     credentials = server_credentials(settings)
     assert credentials
@@ -178,7 +178,7 @@ def test_insecure_is_said_once_for_all_hops() -> None:
 async def test_a_worker_with_tls_knows_its_callers(authority: Authority, tmp_path: Path) -> None:
     """TLS alone would let in everybody who reaches the port; and nothing listens in plain text by mistake."""
     files = authority.files(tmp_path, "a.b")
-    settings = TargetSettings(model="none", tls_certificate=files.certificate, tls_key=files.key)  # type: ignore[arg-type]
+    settings = TargetSettings(model="none", tls_certificate=files.certificate, tls_key=files.key)
     with pytest.raises(CannotServe, match="--tls-client-ca is missing"):
         await Server(settings, SERVICE).listen()
     with pytest.raises(CannotServe, match=r"--host is 0\.0\.0\.0"):
@@ -210,7 +210,8 @@ async def test_probes_have_a_port_of_their_own(authority: Authority, tmp_path: P
         for service in ("", SERVICE):
             answer = await check(health_pb2.HealthCheckRequest(service=service))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        other = channel.unary_unary(f"/{SERVICE}/GetTarget")(b"")
+        call: Any = channel.unary_unary(f"/{SERVICE}/GetTarget")
+        other = call(b"")
         assert await other.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -220,7 +221,8 @@ async def test_reflection_is_off_unless_asked_for() -> None:
         await server.listen()
         async with open_channel(f"127.0.0.1:{server.port}") as channel:
             path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-            call = channel.stream_stream(path)()
+            begin: Any = channel.stream_stream(path)
+            call = begin()
             await call.done_writing()
             assert await call.code() == code
         await server.close()

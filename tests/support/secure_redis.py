@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
@@ -36,7 +37,7 @@ class SecureRedis:
 
     def admin(self) -> redis.Redis:
         """Return a client that may do everything; the caller closes it."""
-        login = {"username": "admin", "password": self.password, "retry": Retry(NoBackoff(), 0)}
+        login: dict[str, Any] = {"username": "admin", "password": self.password, "retry": Retry(NoBackoff(), 0)}
         return redis.Redis("127.0.0.1", self.port, ssl=True, ssl_ca_certs=str(self.files.ca), **login)
 
 

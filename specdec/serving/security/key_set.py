@@ -50,15 +50,17 @@ class FileKeySet:
 class UrlKeySet:
     """Keys at a URL. Calls wait for them only where none are known, or not the one that a token names."""
 
-    def __init__(self, url: str, fetch: Callable[[str], bytes] | None = None) -> None:
-        self._url, self._fetch = url, fetch or _fetch
+    def __init__(
+        self, url: str, fetch: Callable[[str], bytes] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._url, self._fetch, self._clock = url, fetch or _fetch, clock
         self._keys: Keys = {}
         self._fetched_at = self._tried_at = -float("inf")
         self._refreshing: asyncio.Task[None] | None = None
 
     async def find(self, key_id: str | None) -> jwt.PyJWK:
         """Return a key, as `KeySet.find`."""
-        if time.monotonic() >= self._fetched_at + REFRESH_S:
+        if self._clock() >= self._fetched_at + REFRESH_S:
             refreshing = self._refresh()
             if refreshing and not self._keys:
                 await asyncio.shield(refreshing)
@@ -70,15 +72,15 @@ class UrlKeySet:
 
     def _refresh(self) -> "asyncio.Task[None] | None":
         """Return the refresh that runs, or begin one unless the last try was just now."""
-        if self._refreshing is None and time.monotonic() >= self._tried_at + MIN_REFRESH_S:
-            self._tried_at = time.monotonic()
+        if self._refreshing is None and self._clock() >= self._tried_at + MIN_REFRESH_S:
+            self._tried_at = self._clock()
             self._refreshing = asyncio.create_task(self._fetch_keys(), name="fetch token keys")
         return self._refreshing
 
     async def _fetch_keys(self) -> None:
         try:
             self._keys = parse_keys(await asyncio.to_thread(self._fetch, self._url), self._url)
-            self._fetched_at = time.monotonic()
+            self._fetched_at = self._clock()
         except (OSError, WatchedError) as error:
             get_logger().error("token_keys_refused", error=type(error).__name__, num_known=len(self._keys))
         finally:
