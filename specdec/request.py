@@ -130,7 +130,9 @@ def refuse_plain_text(address: str) -> None:
     """Raise InvalidArgumentError for an address where others can read and change plain text."""
     if not is_loopback(address):
         problem = f"is {address!r}, where others can read and change plain text"
-        raise InvalidArgumentError({"address": f"{problem}; connect with TLS, or say that it may be insecure"})
+        raise InvalidArgumentError(
+            {"address": f"{problem}; connect with TLS (tls=, --tls-ca), or say insecure (insecure=True, --insecure)"}
+        )
 
 
 def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:
