@@ -122,7 +122,7 @@ def certificate_that_is_not_issued(documents: list[Document]) -> None:
     named(documents, "Certificate", "coordinator")["spec"]["secretName"] = "other"
 
 
-@mistake("demo", "Deployment/target: --host is 0.0.0.0, where others can read and change plain text")
+@mistake("demo", "Deployment/target: settings: --host is 0.0.0.0, where others can read and change plain text")
 def plain_text_that_nobody_allowed(documents: list[Document]) -> None:
     del variables(documents, "target")["SPECDEC_INSECURE"]
 
