@@ -11,6 +11,9 @@ IMAGE_CHECK_ARGS ?=
 MODEL ?=
 # options of bench, such as --drafters, --kinds, --prompts and --json (benchmarks/bench.py)
 BENCH_ARGS ?=
+# how many worlds `make simulate` runs, and its options, such as --first, --hazard and --keep-going
+SEEDS ?= 1000
+SIMULATE_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -24,7 +27,7 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis protos lint format types test simulate smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -82,6 +85,9 @@ smollm2: setup ## A real model, SmolLM2-135M-Instruct, in models/smollm2 (93 to 
 
 demo: setup $(MODEL) ## Run three services; print one text and its speed-up; MODEL=smollm2: chat with a real model
 	$(BIN)/python -m benchmarks.demo $(addprefix --model ,$(MODEL))
+
+simulate: setup ## Run the whole service in virtual time with faults, SEEDS=1000 worlds; one that fails is printed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) $(SIMULATE_ARGS)
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness

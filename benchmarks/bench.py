@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import get_args
 
@@ -76,7 +77,9 @@ async def turns_of(
     missing = [(place, prompt) for place, prompt in places if record.turn(place, ways) is None]
     for number, (place, prompt) in enumerate(missing):
         if not number:
-            await take_turn(ways, prompt, sampling)  # caches and the choice of K warm up
+            await take_turn(ways, prompt, sampling)  # caches warm up
+            for other in islice(cycle(served.others()), served.num_warm_up):  # and the choice learns
+                await take_turn(ways[1:2], other, sampling)
         record.add(place, await take_turn(ways, prompt, sampling))
         say(f"temperature {temperature:g}: {number + 1} of {len(missing)} turns, {prompt.name}")
     by_kind: dict[str, list[Turn]] = {kind: [] for kind in served.prompts}
@@ -127,6 +130,7 @@ def print_prompts(served: Served) -> None:
     """Print what is asked."""
     asked = ", ".join(f"{len(each[: served.num_prompts])} {kind}" for kind, each in served.prompts.items())
     print(f"held-out prompts: {asked}; at most {served.num_tokens} tokens each;")
+    print(f"{served.num_warm_up} sessions before each temperature, from which the service's own choice learns;")
     print(f"{served.num_repetitions} repetitions, one session at a time unless said; medians.")
 
 
@@ -181,6 +185,7 @@ def flags_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--kinds", type=comma_separated, metavar="NAME,...", help="of held-out prompts (default: all)")
     add("--temperatures", type=temperatures, default=TEMPERATURES, metavar="T,...", help="(default: 0,1)")
     add("--prompts", type=int, help="held-out prompts of each kind")
+    add("--warm-up", type=int, help="sessions before each temperature, from which the service's own choice learns")
     add("--tokens", type=int, help="maximum tokens of each completion")
     add("--repetitions", type=int, help="of everything")
     add("--loads", type=counts, metavar="COUNT,...", help='numbers of sessions at once; "" for none')
@@ -199,6 +204,7 @@ def served_of(flags: argparse.Namespace) -> Served:
         raise CannotRun(f"there are no prompts of kind {', '.join(unknown)}; kinds are {', '.join(served.prompts)}")
     chosen = {
         "num_prompts": flags.prompts,
+        "num_warm_up": flags.warm_up,
         "num_tokens": flags.tokens,
         "num_repetitions": flags.repetitions,
         "draft_lengths": flags.draft_lengths,

@@ -45,6 +45,7 @@ NUM_TREE_TOKENS = 7
 PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-gram drafts never run dry
 TREE_DRAFTERS = (TOY.name, "recycle", "suffix", "model+recycle", *HEADS)
 SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
+ROUNDED = "rounded"  # the draft whose weights are rounded to int8 when it is loaded
 NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
 REJECT_BELOW = 1e-3
@@ -90,6 +91,7 @@ CASES = {
     "other tokenizer, penalties": Case(
         SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={3: 1.0}), draft="other"
     ),
+    "draft in int8": Case(draft=ROUNDED),
     "model and recycle": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="model+recycle")),
     "model, stopping early": Case(speculation=SpeculationParams(drafter="model")),
     **{kind: Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=kind)) for kind in HEADS},
@@ -125,8 +127,9 @@ OTHER_TOKENS = ("f", "b", "ab", "a", "e", "c", "ca")  # of another tokenizer: ot
 
 
 def save_pair(folder: Path) -> tuple[Path, Path]:
-    """Save a target, a draft that is the target disturbed, and one of another tokenizer; return the first two."""
+    """Save a target, a draft that is the target disturbed, its copy, another tokenizer's; return the first two."""
     save_model(folder / "other", OTHER_TOKENS)
+    save_model(folder / ROUNDED, disturbance=0.05)
     return save_model(folder / "target"), save_model(folder / "draft", disturbance=0.05)
 
 
@@ -255,8 +258,9 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 
 
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
-    """Return a case's acceptance rate by the distributions of its models; None for trees and for automatic K."""
-    if case.speculation.num_draft_tokens is None or case.speculation.drafter in TREE_DRAFTERS:
+    """Return a case's acceptance rate by its models; None for trees, for automatic K, and where weights are rounded."""
+    is_tree = case.speculation.drafter in TREE_DRAFTERS
+    if case.speculation.num_draft_tokens is None or is_tree or case.draft == ROUNDED:
         return None
     rule = case.speculation.acceptance_rule or AcceptanceRuleName.BLOCK
     rows = drafted_by(case, target, draft)
@@ -339,7 +343,8 @@ def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
     target, draft = worker_commands(options, num_cores)
     drafters = draft.flags[draft.flags.index("--drafters") + 1]
     more = ("--drafters", f"{drafters},self,{TOY.name}", "--self-model", options.target, "--self-layers", "0")
-    return [target, replace(draft, module="benchmarks.toy_drafters", flags=(*draft.flags, *more))]
+    rounding = ("--draft-quantization", "int8") if Path(options.draft).name == ROUNDED else ()
+    return [target, replace(draft, module="benchmarks.toy_drafters", flags=(*draft.flags, *more, *rounding))]
 
 
 @asynccontextmanager
@@ -542,8 +547,8 @@ def main() -> None:
     console = Console(width=max(Console().width, 140))
     console.print(table(results))
     console.print(
-        f"a distribution is broken where p <= {REJECT_BELOW:g}, or acceptance is {MAX_DEVIATIONS:g} standard errors off,"
-        " or drafts failed"
+        f"a distribution is broken where p <= {REJECT_BELOW:g}, or acceptance is {MAX_DEVIATIONS:g} standard errors"
+        " off, or drafts failed"
     )
     sys.exit(not all(result.holds for result in results))
 

@@ -26,12 +26,20 @@ class Served:
     draft_lengths: tuple[int, ...]  # that the bench compares, of each drafter
     loads: tuple[int, ...]  # numbers of sessions at once that the bench tries
     num_prompts: int  # of each kind that the bench takes
+    num_warm_up: int  # sessions from which the service's own choice learns before it is measured
     num_tokens: int  # the maximum of a completion
     num_repetitions: int
 
     def in_turn(self, num_prompts: int) -> list[Prompt]:
         """Return so many prompts, one of each kind, then the next of each."""
         return list(islice(chain.from_iterable(zip(*self.prompts.values(), strict=True)), num_prompts))
+
+    def others(self) -> list[Prompt]:
+        """Return the prompts that are not measured, one of each kind, then the next; all where none are left."""
+        counts = [len(prompts) for prompts in self.prompts.values()]
+        unused = [prompts[self.num_prompts :] for prompts in self.prompts.values()]
+        rest = unused if all(unused) else list(self.prompts.values())
+        return [prompts[index] for index in range(max(counts)) for prompts in rest if index < len(prompts)]
 
     def sampling(self, temperature: float, num_tokens: int) -> SamplingParams:
         """Return the sampling parameters of a measured completion."""
@@ -62,6 +70,7 @@ def demo_pair() -> Served:
         draft_lengths=(1, 2, 4, 8),
         loads=(1, 4, 16),
         num_prompts=8,
+        num_warm_up=8,
         num_tokens=128,
         num_repetitions=3,
     )
@@ -90,6 +99,7 @@ def smollm2() -> Served:
         draft_lengths=(4, 16),
         loads=(),
         num_prompts=10,
+        num_warm_up=24,
         num_tokens=96,
         num_repetitions=1,
     )

@@ -1,7 +1,6 @@
 """What the workers of this coordinator serve: the target models, the drafters, and whether they fit together."""
 
 import asyncio
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from coordinator.draft import DraftWorkers, OfferedDrafter
 from coordinator.joint_names import parts_of
 from coordinator.target import TargetWorkers
 from specdec.errors import InvalidArgumentError, ModelMismatchError, SpecdecError, UnavailableError
+from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 from specdec.serving.telemetry import get_logger
 from specdec.tls import handshake_problem
@@ -60,9 +60,16 @@ class ServedModels:
 class WorkerCapabilities:
     """What the workers answered last, kept up to date by `watch`."""
 
-    def __init__(self, target: TargetWorkers, draft: DraftWorkers | None, tokenizer_fingerprint: str) -> None:
+    def __init__(
+        self,
+        target: TargetWorkers,
+        draft: DraftWorkers | None,
+        tokenizer_fingerprint: str,
+        outside: Outside = REAL,
+    ) -> None:
         self._target_workers, self._draft_workers = target, draft
         self._tokenizer_fingerprint = tokenizer_fingerprint
+        self._outside = outside
         self._targets = ServedModels()
         self._drafters: Mapping[str, OfferedDrafter] = {}  # also those that do not answer now
         self._draft_answers = False
@@ -121,7 +128,7 @@ class WorkerCapabilities:
         num_failures = 0
         while not await self._ask_target():
             num_failures += 1
-            await asyncio.sleep(_pause_s(num_failures))
+            await asyncio.sleep(self._pause_s(num_failures))
         await self._ask_draft()
 
     def ask_soon(self) -> None:
@@ -132,7 +139,7 @@ class WorkerCapabilities:
         """Refresh periodically, forever."""
         num_failures = 0
         while True:
-            await self._wait(_pause_s(num_failures) if num_failures else REFRESH_S)
+            await self._wait(self._pause_s(num_failures) if num_failures else REFRESH_S)
             answered = [await self._ask_target(), await self._ask_draft()]
             num_failures = 0 if all(answered) else num_failures + 1
 
@@ -178,9 +185,8 @@ class WorkerCapabilities:
             get_logger().info("draft_workers", answering=self._draft_answers, drafters=list(self._drafters))
         return self._draft_answers
 
-
-def _pause_s(num_failures: int) -> float:
-    return RETRY.pause_s(num_failures, 0.0, random.random()) or 0.0
+    def _pause_s(self, num_failures: int) -> float:
+        return RETRY.pause_s(num_failures, 0.0, self._outside.uniform()) or 0.0
 
 
 async def _described(call: Awaitable[T]) -> T:

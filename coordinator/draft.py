@@ -1,7 +1,6 @@
 """The coordinator's client of the draft workers: their drafters, and their proposals, if a worker answers."""
 
-import random
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
 from specdec.exact.values import ObservationRequest, Observations, Proposal
+from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
@@ -46,9 +46,10 @@ class DraftLimits:
 class DraftWorkers:
     """The draft workers at one address."""
 
-    def __init__(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, timeout_s: float, outside: Outside = REAL) -> None:
         self._stub = draft_pb2_grpc.DraftServiceStub(channel)
         self._timeout_s = timeout_s
+        self._outside = outside
 
     async def describe(self) -> Mapping[str, OfferedDrafter]:
         """Return the drafters on offer, the default first. Raises UnavailableError while no worker answers."""
@@ -69,7 +70,7 @@ class DraftWorkers:
         stream: WorkerStream[draft_pb2.ProposeResponse] = WorkerStream(
             self._stub.Propose, session.session_id, opening, closing, self._timeout_s
         )
-        return SessionDrafter(stream, limits, on_failure)
+        return SessionDrafter(stream, limits, on_failure, self._outside)
 
 
 def _offered(message: draft_pb2.Drafter) -> OfferedDrafter:
@@ -80,7 +81,7 @@ def _offered(message: draft_pb2.Drafter) -> OfferedDrafter:
 
 def _num_kept(observations: Observations) -> int:
     """Return how many observed tokens are kept for the next request."""
-    token_bytes = max(map(len, observations.hidden_states), default=0)
+    token_bytes = len(observations.hidden_states[-1]) if observations.hidden_states else 0
     return min(MAX_PENDING_OBSERVATIONS, max(1, MAX_PENDING_BYTES // max(1, token_bytes)))
 
 
@@ -92,26 +93,28 @@ class SessionDrafter:
         stream: WorkerStream[draft_pb2.ProposeResponse],
         limits: DraftLimits,
         on_failure: Callable[[SpecdecError], None],
+        outside: Outside = REAL,
     ) -> None:
         self._stream = stream
         self._limits = limits
         self._on_failure = on_failure
+        self._outside = outside
         self._num_failures = 0
-        self._ask_again_at = 0.0
+        self._ask_again_at = -math.inf
         self._observations: Observations | None = None  # not yet sent
         self._is_asked = False
 
     @property
     def available(self) -> bool:
         """Whether it is not being asked, and the pause after a failure is over."""
-        return not self._is_asked and time.monotonic() >= self._ask_again_at
+        return not self._is_asked and self._outside.now_s() >= self._ask_again_at
 
     async def propose(self, committed: Sequence[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return a tree of at most K tokens with their distributions; never raises."""
         fits = not self._limits.context_length or len(committed) + num_draft_tokens <= self._limits.context_length
         if not num_draft_tokens or not fits or not self.available:
             return Drafted(has_failed=True)
-        begin, self._is_asked = time.perf_counter(), True
+        begin, self._is_asked = self._outside.now_s(), True
         observations, self._observations = self._observations, None
         try:
             proposal = await self._propose(committed, num_draft_tokens, stop_below, observations)
@@ -121,11 +124,11 @@ class SessionDrafter:
                 error = UnavailableError(f"a draft worker's stream broke: {type(error).__name__}")
             self._fail(error)
             self._observations = _joined(observations, self._observations)
-            return Drafted(elapsed_s=time.perf_counter() - begin, has_failed=True)
+            return Drafted(elapsed_s=self._outside.now_s() - begin, has_failed=True)
         finally:
             self._is_asked = False
         self._num_failures = 0
-        return Drafted(proposal, time.perf_counter() - begin, self._stream.num_fed)
+        return Drafted(proposal, self._outside.now_s() - begin, self._stream.num_fed)
 
     async def _propose(
         self, committed: Sequence[int], num_draft_tokens: int, stop_below: float, observations: Observations | None
@@ -154,7 +157,8 @@ class SessionDrafter:
     def _fail(self, error: SpecdecError) -> None:
         """Pause drafting for this session."""
         self._num_failures += REFUSED_FAILURES if isinstance(error, InvalidArgumentError | FencedError) else 1
-        self._ask_again_at = time.monotonic() + (RETRY.pause_s(self._num_failures, 0.0, random.random()) or 0.0)
+        pause_s = RETRY.pause_s(self._num_failures, 0.0, self._outside.uniform()) or 0.0
+        self._ask_again_at = self._outside.now_s() + pause_s
         self._on_failure(error)
 
     def observe(self, observations: Observations) -> None:

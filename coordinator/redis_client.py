@@ -1,7 +1,6 @@
 """The connection to Redis: bounded, waiting, retried; failures become UnavailableError with one sentence."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +14,7 @@ from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from specdec.errors import UnavailableError
+from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 
 SOCKET_TIMEOUT_S = 2.0
@@ -98,9 +98,12 @@ class RedisClient:
 class PolicyBackoff(AbstractBackoff):
     """Our retry policy, as a redis-py backoff."""
 
+    def __init__(self, outside: Outside = REAL) -> None:
+        self._outside = outside
+
     def compute(self, failures: int) -> float:
         """Return the pause after so many failures, in seconds."""
-        return RETRY.pause_s(failures, 0.0, random.random()) or 0.0
+        return RETRY.pause_s(failures, 0.0, self._outside.uniform()) or 0.0
 
 
 class PasswordFile(CredentialProvider):

@@ -2,7 +2,6 @@
 
 import hashlib
 import re
-import secrets
 from dataclasses import dataclass, replace
 
 from coordinator.generation import Limits
@@ -11,6 +10,7 @@ from coordinator.session_ids import SessionName
 from specdec import messages
 from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
+from specdec.outside import REAL, Outside
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
@@ -57,6 +57,7 @@ async def plan(
     prompts: Prompts,
     target: ModelInfo,
     limits: RequestLimits,
+    outside: Outside = REAL,
 ) -> Plan:
     """Check a request as a whole, the cheap parts first. Raises InvalidArgumentError, OverloadedError."""
     messages.check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
@@ -64,7 +65,7 @@ async def plan(
     sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
     speculation = messages.speculation_from_proto(request.speculation)
     _check_draft_length(speculation, limits)
-    sampling = resolved(sampling, limits.max_new_tokens)
+    sampling = resolved(sampling, limits.max_new_tokens, outside)
     prompt = await prompts.encode(request, target)
     return Plan(session.stored, fingerprint(request), prompt, sampling, speculation)
 
@@ -86,13 +87,13 @@ def _check_draft_length(speculation: SpeculationParams, limits: RequestLimits) -
         raise InvalidArgumentError({"speculation.num_draft_tokens": problem})
 
 
-def resolved(sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
+def resolved(sampling: SamplingParams, max_new_tokens: int, outside: Outside = REAL) -> SamplingParams:
     """Fill in the seed, and cap the length. Raises InvalidArgumentError for a length past the server's limit."""
     wanted = sampling.max_new_tokens or max_new_tokens
     if wanted > max_new_tokens:
         problem = f"is {wanted}; this server's limit is {max_new_tokens}"
         raise InvalidArgumentError({"sampling.max_new_tokens": problem})
-    seed = secrets.randbelow(MAX_SEED + 1) if sampling.seed is None else sampling.seed
+    seed = outside.random_bits(MAX_SEED.bit_length()) if sampling.seed is None else sampling.seed
     return replace(sampling, seed=seed, max_new_tokens=wanted)
 
 

@@ -13,8 +13,10 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import PLAIN, DraftPlan, RoundOutcome
 from coordinator.generation import Generation, Round
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
+from specdec.outside import REAL, Outside
 
-MAX_FED_TOKENS = 40  # a round in which a worker had to read more tokens than a round commits includes a prefill
+COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
+MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,11 @@ class RoundDrafter(Protocol):
 class RoundScorer(Protocol):
     """Scores a proposal with the target model."""
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
-        """Return the target's distributions at the N + 1 positions of a proposal of N tokens."""
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+        """Return the target's distributions at the N + 1 positions of a proposal of N tokens.
+
+        `observes` is whether the target shall observe what the session's drafters asked for.
+        """
         ...
 
 
@@ -73,6 +78,7 @@ class RoundParts:
     scorer: RoundScorer
     rule: AcceptanceRule
     chooser: PlanChooser
+    outside: Outside = REAL
 
 
 async def run_rounds(generation: Generation, parts: RoundParts, publish: Callable[[Round], Awaitable[None]]) -> None:
@@ -84,8 +90,10 @@ async def run_rounds(generation: Generation, parts: RoundParts, publish: Callabl
     committing.set_result(None)
     comparing = Comparing(parts)
     try:
+        num_new = 0  # tokens of the last round
         while not generation.done:
-            played = await run_round(generation, parts, comparing)
+            played = await run_round(generation, parts, comparing, num_new)
+            num_new = len(played.emitted)
             await asyncio.shield(committing)
             committing = asyncio.ensure_future(publish(played))
         await comparing.finish()
@@ -96,17 +104,24 @@ async def run_rounds(generation: Generation, parts: RoundParts, publish: Callabl
 
 
 class Comparing:
-    """Asks drafters for proposals that no round uses, while the target scores; no round waits for them."""
+    """Asks drafters for proposals that no round uses, while the target scores; no round waits for them for long."""
 
     def __init__(self, parts: RoundParts) -> None:
         self._parts = parts
         self._asking: asyncio.Task[None] | None = None
+        self._is_late = False  # a round has waited for it in vain
 
     def begin(self, chosen: DraftPlan, available: Sequence[str], committed: Sequence[int]) -> None:
         """Ask another drafter than the chosen one, if that is due and none is being asked."""
         plan = None if self._asking else self._parts.chooser.choose_compared(chosen, available)
         if plan:
-            self._asking = asyncio.create_task(self._ask(plan, list(committed)))
+            self._asking, self._is_late = asyncio.create_task(self._ask(plan, list(committed))), False
+
+    async def wait(self) -> None:
+        """Wait a moment for what is being asked: its drafter, which may be the best one, can be asked again then."""
+        if self._asking and not self._is_late:
+            await asyncio.wait([self._asking], timeout=COMPARISON_PATIENCE_S)
+            self._is_late = self._asking is not None
 
     async def _ask(self, plan: DraftPlan, committed: list[int]) -> None:
         assert plan.drafter is not None
@@ -128,9 +143,10 @@ class Comparing:
             await asyncio.gather(self._asking, return_exceptions=True)
 
 
-async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing) -> Round:
-    """Draft, score, accept; return what is to be committed."""
-    base_length = len(generation.committed)
+async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, num_new: int = 0) -> Round:
+    """Draft, score, accept; return what is to be committed. The last round here, if any, committed `num_new` tokens."""
+    begin = parts.outside.now_s()
+    await comparing.wait()
     available = [name for name, drafter in parts.drafters.items() if drafter.available]
     plan = parts.chooser.choose(generation.remaining_tokens, available)
     drafted = Drafted()
@@ -139,7 +155,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
         drafted = await drafter.propose(generation.committed, plan.num_draft_tokens, plan.stop_below)
     proposal = drafted.proposal
     comparing.begin(plan, available, generation.committed)
-    scored = await parts.scorer.score(generation.committed, proposal)
+    scored = await parts.scorer.score(generation.committed, proposal, plan.observes)
     verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
     finished_round = generation.advance(proposal, scored.scores, verdict, drafted.elapsed_s, scored.elapsed_s)
 
@@ -156,7 +172,8 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             draft_s=0.0 if drafted.has_failed else drafted.elapsed_s,
             score_s=scored.elapsed_s,
             num_sessions=scored.num_sessions,
-            has_prefill=max(drafted.num_fed, scored.num_fed) > min(MAX_FED_TOKENS, base_length - 1),
+            has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
+            other_s=parts.outside.now_s() - begin - drafted.elapsed_s - scored.elapsed_s,
         )
     )
     return finished_round

@@ -1,7 +1,6 @@
 """One generation that runs in this coordinator, and the clients that follow it."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +14,7 @@ from coordinator.rounds import RoundParts, run_rounds
 from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore
 from coordinator.target import SessionScorer
 from specdec.errors import UnavailableError
+from specdec.outside import REAL, Outside
 from specdec.types import FinishReason, Statistics
 
 
@@ -57,15 +57,18 @@ class Ending:
 class RunningGeneration:
     """One generation and its followers."""
 
-    def __init__(self, session: SessionRecord, generation: Generation, store: SessionStore) -> None:
+    def __init__(
+        self, session: SessionRecord, generation: Generation, store: SessionStore, outside: Outside = REAL
+    ) -> None:
         self.session_id = session.session_id
         self.epoch = session.epoch
         self.generation = generation
         self._store = store
+        self._outside = outside
         self._num_published = len(generation.emitted)
         self._published = generation.statistics
         self._base_s = generation.statistics.total_s
-        self._began_at = self._published_at = time.perf_counter()
+        self._began_at = self._published_at = self._outside.now_s()
         self._changed = asyncio.Event()  # replaced at each change
         self._error: Exception | None = None
         self._interruption: Exception | None = None
@@ -85,7 +88,7 @@ class RunningGeneration:
     @property
     def silent_s(self) -> float:
         """Seconds since the last commit while rounds are running, else 0."""
-        return time.perf_counter() - self._published_at if self.is_running else 0.0
+        return self._outside.now_s() - self._published_at if self.is_running else 0.0
 
     def start(self, workers: WorkerHandles) -> None:
         """Begin to run rounds."""
@@ -141,7 +144,8 @@ class RunningGeneration:
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
-            await run_rounds(self.generation, workers.parts, self._publish)
+            parts = replace(workers.parts, outside=self._outside)
+            await run_rounds(self.generation, parts, self._publish)
         except asyncio.CancelledError:
             self._end(self._interruption or UnavailableError("this coordinator stopped the session; resume it"))
         except Exception as error:
@@ -154,12 +158,12 @@ class RunningGeneration:
             workers.abandon()
 
     async def _publish(self, played: Round) -> None:
-        begin = time.perf_counter()
+        begin = self._outside.now_s()
         statistics = replace(
             played.statistics, commit_s=self._published.commit_s, total_s=self._base_s + begin - self._began_at
         )
         await self._store.commit(self.session_id, self.epoch, played, statistics)
-        end = self._published_at = time.perf_counter()
+        end = self._published_at = self._outside.now_s()
         metrics.observe_round(self._published, played, end - begin)
         self._published = replace(
             statistics,

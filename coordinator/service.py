@@ -17,6 +17,7 @@ from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore, 
 from coordinator.streams import SessionOpening
 from coordinator.text import StreamDetokenizer
 from specdec.errors import FencedError, SpecdecError, UnavailableError
+from specdec.outside import REAL, Outside
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
@@ -45,6 +46,7 @@ class Coordinator:
         store: SessionStore,
         running: RunningGenerations,
         limits: RequestLimits,
+        outside: Outside = REAL,
     ) -> None:
         self.limits = limits
         self.capabilities = workers.capabilities
@@ -52,6 +54,7 @@ class Coordinator:
         self._prompts = prompts
         self._store = store
         self._running = running
+        self._outside = outside
         self._session_workers = SessionWorkers(workers, limits.max_draft_tokens)
 
     async def begin(self, request: generation_pb2.GenerateRequest, session: SessionName) -> None:
@@ -60,7 +63,7 @@ class Coordinator:
         Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
         """
         target = self.capabilities.target
-        plan = await requests.plan(request, session, self._prompts, target, self.limits)
+        plan = await requests.plan(request, session, self._prompts, target, self.limits, self._outside)
         if plan.speculation.num_draft_tokens != 0 and self._has_draft_workers:
             self.capabilities.session_drafters(plan.speculation.drafter)
         self._running.check_room(plan.session_id)
@@ -132,7 +135,7 @@ class Coordinator:
         """
         session = await self._store.claim(session_id, self.capabilities.target)
         sampling, speculation = requests.restored(session.request)
-        running = RunningGeneration(session, await self._replayed(session, sampling), self._store)
+        running = RunningGeneration(session, await self._replayed(session, sampling), self._store, self._outside)
         if session.status is Status.ACTIVE:
             running.start(self._open(session, sampling, speculation))
         return running

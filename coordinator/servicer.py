@@ -1,6 +1,5 @@
 """GenerationService: decode, call, encode."""
 
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -16,6 +15,7 @@ from coordinator.session_ids import SessionIds, SessionName
 from coordinator.sessions import Status
 from specdec import messages
 from specdec.errors import SpecdecError
+from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import current_tenant
 from specdec.serving.telemetry import get_logger
 from specdec.serving.writing import Writer
@@ -34,14 +34,15 @@ Send = Callable[[pb.GenerateResponse], Awaitable[None]]
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The public service."""
 
-    def __init__(self, coordinator: Coordinator, ids: SessionIds) -> None:
+    def __init__(self, coordinator: Coordinator, ids: SessionIds, outside: Outside = REAL) -> None:
         self._coordinator = coordinator
         self._ids = ids
+        self._outside = outside
 
     # grpc.aio also takes handlers that write instead of yielding, and those see a cancelled call at once
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a new session, or attach to the one that has this request_id."""
-        with _Request("Generate") as record:
+        with _Request("Generate", self._outside) as record:
             # an id that is too long is refused by `begin`, and hashed to no end until then
             session = self._ids.of_request(current_tenant(), request.request_id)
             await self._coordinator.begin(request, session)
@@ -50,7 +51,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from the client's offset."""
-        with _Request("Resume") as record:
+        with _Request("Resume", self._outside) as record:
             session = _known(request.session_id, record)
             writer = Writer(context)
 
@@ -61,20 +62,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
-        with _Request("GetSession") as record:
+        with _Request("GetSession", self._outside) as record:
             session = _known(request.session_id, record)
             return session_to_proto(session.public, await self._coordinator.read(session.stored))
 
     async def CancelSession(self, request: pb.CancelSessionRequest, context: Any) -> pb.CancelSessionResponse:
         """End a session."""
-        with _Request("CancelSession") as record:
+        with _Request("CancelSession", self._outside) as record:
             session = _known(request.session_id, record)
             status = await self._coordinator.cancel(session.stored)
             return pb.CancelSessionResponse(status=_STATUS[status])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         """Return the models."""
-        with _Request("GetModel"):
+        with _Request("GetModel", self._outside):
             models = self._coordinator.capabilities
             return pb.GetModelResponse(
                 target=messages.model_to_proto(models.target),
@@ -148,9 +149,10 @@ def finish_to_proto(ending: Ending) -> pb.Finish:
 class _Request:
     """Counts and logs one request, however it ends."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, outside: Outside) -> None:
         self._method = method
-        self._begin = time.perf_counter()
+        self._outside = outside
+        self._begin = outside.now_s()
         self._num_tokens = 0
         self._ending: Ending | None = None
         self.session_id = ""
@@ -162,7 +164,7 @@ class _Request:
         """Record a chunk that was sent."""
         self._ending = ending
         if not self._num_tokens and chunk.emitted:
-            metrics.TIME_TO_FIRST_TOKEN_S.observe(time.perf_counter() - self._begin)
+            metrics.TIME_TO_FIRST_TOKEN_S.observe(self._outside.now_s() - self._begin)
         self._num_tokens += len(chunk.emitted)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -173,7 +175,7 @@ class _Request:
         if self._ending:
             statistics = self._ending.statistics
             facts |= {"num_rounds": statistics.num_rounds, "num_accepted": statistics.num_accepted_tokens}
-        elapsed_s = round(time.perf_counter() - self._begin, 4)
+        elapsed_s = round(self._outside.now_s() - self._begin, 4)
         get_logger().info(
             "request", method=self._method, code=code, session_id=self.session_id, elapsed_s=elapsed_s, **facts
         )

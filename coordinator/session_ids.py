@@ -7,9 +7,9 @@ same lookup, the same answer and the same time as for an unknown one.
 
 import hashlib
 import hmac
-import uuid
 from dataclasses import dataclass
 
+from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import NO_TENANT
 
 SECRET_BYTES = 32
@@ -33,13 +33,13 @@ class SessionName:
 class SessionIds:
     """Gives sessions their names. All coordinators of one store have the same secret."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, outside: Outside = REAL) -> None:
+        self._secret, self._outside = secret, outside
 
     def of_request(self, tenant: str, request_id: str) -> SessionName:
         """Return the names of the session that belongs to an idempotency key; random ones without a key."""
         if not request_id:
-            return SessionName.of(tenant, uuid.uuid4().hex)
+            return SessionName.of(tenant, f"{self._outside.random_bits(128):032x}")
         # tenants have no zero byte, so no two pairs make the same message
         digest = hmac.digest(self._secret, tenant.encode() + b"\0" + request_id.encode(), "sha256")
         return SessionName.of(tenant, digest[:16].hex())

@@ -1,8 +1,6 @@
 """The coordinator's client of the target workers: their models, and the scores of a session's proposals."""
 
 import asyncio
-import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +22,7 @@ from specdec.errors import (
 )
 from specdec.exact import codec
 from specdec.exact.values import ObservationRequest, Proposal, Scores
+from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
@@ -38,8 +37,9 @@ RETRIED = (UnavailableError, OverloadedError, InternalError, ModelMismatchError,
 class TargetWorkers:
     """The target workers at one address."""
 
-    def __init__(self, channel: grpc.aio.Channel, timeout_s: float, patience_s: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, timeout_s: float, patience_s: float, outside: Outside = REAL) -> None:
         self._stub = target_pb2_grpc.TargetServiceStub(channel)
+        self._outside = outside
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     async def describe(self, route: int = 0) -> ModelInfo:
@@ -71,7 +71,13 @@ class TargetWorkers:
         )
         wants_logprobs = session.sampling.num_logprobs is not None
         return SessionScorer(
-            stream, vocab_size, wants_logprobs, self._patience_s, session.num_prompt_tokens, on_mismatch
+            stream,
+            vocab_size,
+            wants_logprobs,
+            self._patience_s,
+            session.num_prompt_tokens,
+            on_mismatch,
+            self._outside,
         )
 
 
@@ -86,8 +92,10 @@ class SessionScorer:
         patience_s: float,
         num_prompt_tokens: int,
         on_mismatch: Callable[[], None],
+        outside: Outside = REAL,
     ) -> None:
         self._stream = stream
+        self._outside = outside
         self._vocab_size, self._wants_logprobs = vocab_size, wants_logprobs
         self._retry = replace(RETRY, budget_s=patience_s)
         self._retry_internal = replace(self._retry, max_failures=MAX_INTERNAL_ERRORS)
@@ -95,18 +103,18 @@ class SessionScorer:
         self._on_mismatch = on_mismatch
         self._num_prompt_tokens = num_prompt_tokens
 
-    async def score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: Sequence[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer.
 
         A round that fails inside one worker may succeed at another: it is asked again, up to MAX_INTERNAL_ERRORS times.
         """
-        begin, failures = time.monotonic(), Counter[type[SpecdecError]]()
+        begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
         while True:
             try:
-                return await self._score(committed, proposal)
+                return await self._score(committed, proposal, observes)
             except RETRIED as error:
                 failures[type(error)] += 1
-                pause_s = self._pause_s(error, failures[type(error)], time.monotonic() - begin)
+                pause_s = self._pause_s(error, failures[type(error)], self._outside.now_s() - begin)
                 if pause_s is None:
                     raise self._given_up(error, has_text=len(committed) > self._num_prompt_tokens) from error
                 await asyncio.sleep(pause_s)
@@ -123,7 +131,7 @@ class SessionScorer:
             policy = self._retry_internal
         else:
             policy = self._retry
-        return policy.pause_s(num_failures, elapsed_s, random.random())
+        return policy.pause_s(num_failures, elapsed_s, self._outside.uniform())
 
     def _given_up(self, error: SpecdecError, has_text: bool) -> SpecdecError:
         waited_s = self._retry.budget_s
@@ -142,11 +150,11 @@ class SessionScorer:
             return UnavailableError(f"{message} (last: {error})", error.retry_after_s)
         return error
 
-    async def _score(self, committed: Sequence[int], proposal: Proposal) -> Scored:
+    async def _score(self, committed: Sequence[int], proposal: Proposal, observes: bool) -> Scored:
         def message(start: int, tokens: Sequence[int]) -> target_pb2.ScoreRequest:
-            return target_pb2.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal))
+            return target_pb2.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal, observes))
 
-        begin = time.perf_counter()
+        begin = self._outside.now_s()
         reply = await self._stream.ask(committed, message)
         try:
             scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
@@ -158,7 +166,7 @@ class SessionScorer:
             raise UnavailableError(f"a target worker answered against the contract: {error}") from error
         metrics.observe_worker("score", reply.timing)
         num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
-        return Scored(scores, time.perf_counter() - begin, self._stream.num_fed, num_sessions)
+        return Scored(scores, self._outside.now_s() - begin, self._stream.num_fed, num_sessions)
 
     async def close(self) -> None:
         """End the session at the worker."""

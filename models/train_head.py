@@ -129,36 +129,7 @@ def _card(plan: Plan, store: SampleStore, objective: Objective, run: Run, covera
 
 def plan_of(arguments: Sequence[str] | None = None) -> Plan:
     """Return what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        prog="python -m models.train_head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
-    parser.add_argument("--kind", choices=sorted(KINDS), required=True, help="what to train")
-    parser.add_argument("--out", type=Path, help="folder to write to (default: in the folder given as --work)")
-    parser.add_argument("--name", help="the target's name in the head's configuration (default: --target)")
-    parser.add_argument(
-        "--work", type=Path, default=WORK, help="folder of samples and checkpoints (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens", type=_positive, default=1_000_000, help="samples, prompts included (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=60.0, help="time to train after sampling (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--draft-vocabulary", type=_positive, default=8192, help="tokens that are drafted (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--texts", nargs="+", default=[], help=f'text files or folders to continue, "{PYTHON}" for Python\'s library'
-    )
-    parser.add_argument(
-        "--at-once", type=_positive, default=96, help="answers under way at once (default: %(default)s)"
-    )
-    parser.add_argument("--max-new-tokens", type=_positive, default=200, help="of an answer (default: %(default)s)")
-    parser.add_argument("--threads", type=_positive, default=1, help="of torch (default: %(default)s)")
-    parser.add_argument(
-        "--with-lm-head", action="store_true", help="write the target's output layer too, which some servers expect"
-    )
+    parser = _parser()
     flags = parser.parse_args(arguments)
     if flags.minutes <= 0:
         parser.error(f"--minutes is {flags.minutes:g}; give more than 0")
@@ -177,6 +148,27 @@ def plan_of(arguments: Sequence[str] | None = None) -> Plan:
         max_new_tokens=flags.max_new_tokens,
         with_lm_head=flags.with_lm_head,
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m models.train_head", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, count = parser.add_argument, _positive
+    add("--target", type=Path, required=True, help="folder of the target model")
+    add("--kind", choices=sorted(KINDS), required=True, help="what to train")
+    add("--out", type=Path, help="folder to write to (default: in the folder given as --work)")
+    add("--name", help="the target's name in the head's configuration (default: --target)")
+    add("--work", type=Path, default=WORK, help="folder of samples and checkpoints (default: %(default)s)")
+    add("--tokens", type=count, default=1_000_000, help="samples, prompts included (default: %(default)s)")
+    add("--minutes", type=float, default=60.0, help="time to train after sampling (default: %(default)g)")
+    add("--draft-vocabulary", type=count, default=8192, help="tokens that are drafted (default: %(default)s)")
+    add("--texts", nargs="+", default=[], help=f'text files or folders to continue, "{PYTHON}" for Python\'s library')
+    add("--at-once", type=count, default=96, help="answers under way at once (default: %(default)s)")
+    add("--max-new-tokens", type=count, default=200, help="of an answer (default: %(default)s)")
+    add("--threads", type=count, default=1, help="of torch (default: %(default)s)")
+    add("--with-lm-head", action="store_true", help="write the target's output layer too, which some servers expect")
+    return parser
 
 
 def _positive(text: str) -> int:

@@ -19,6 +19,7 @@ from specdec.errors import (
     from_rpc_error,
     is_from_server,
 )
+from specdec.outside import REAL, Outside
 from specdec.retry import Attempts, Retry, RetryPolicy
 from specdec.tls import handshake_problem
 from specdec.v1 import generation_pb2, generation_pb2_grpc
@@ -47,6 +48,7 @@ class Connection:
         policy: RetryPolicy,
         connect_timeout_s: float,
         on_retry: Callable[[Retry], None] | None = None,
+        outside: Outside = REAL,
     ) -> None:
         self.address = address
         self._open, self._closes_channel = open_channel, closes_channel
@@ -57,6 +59,7 @@ class Connection:
         self._policy = policy
         self._connect_timeout_s = connect_timeout_s
         self._on_retry = on_retry
+        self._outside = outside
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_connected = False  # a specdec server has answered
         self._is_closed = False
@@ -97,7 +100,7 @@ class Connection:
         self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float
     ) -> AsyncGenerator[Chunk, None]:
         """Yield chunks to the session's end, resuming from where a stream breaks. Raises SpecdecError."""
-        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
+        attempts = self._attempts(timeout_s)
         while not seen.finished:
             failure = None  # a server that ends a stream early and without an error is being replaced
             call = self._call(request, seen, attempts.left_s)
@@ -125,7 +128,7 @@ class Connection:
         timeout_s: float,
     ) -> ResponseT:
         """Make a call that answers once; all of them can be repeated. Raises SpecdecError."""
-        attempts = Attempts(self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s)
+        attempts = self._attempts(timeout_s)
         while True:
             call = method(self._stub())
             try:
@@ -159,6 +162,12 @@ class Connection:
             left_s = attempts.budget_left_s(is_connected=self._is_connected)
             self._on_retry(Retry(failure, session_id, pause_s, left_s))
         await asyncio.sleep(pause_s)
+
+    def _attempts(self, timeout_s: float) -> Attempts:
+        clock, uniform = self._outside.now_s, self._outside.uniform
+        return Attempts(
+            self._policy, timeout_s, connect_timeout_s=self._connect_timeout_s, clock=clock, uniform=uniform
+        )
 
     def _failure(self, error: grpc.aio.AioRpcError | None, timeout_s: float, seen: Transcript | None) -> SpecdecError:
         """Return a server's own error as it is; name the address, or the deadline, in those of the connection."""

@@ -13,7 +13,14 @@ import torch
 from specdec.engine import Task
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
-from specdec.exact.sampling import SamplingContext, draw_dense, drop_padding, is_finite, next_token_distributions
+from specdec.exact.sampling import (
+    SamplingContext,
+    draw_dense,
+    drop_padding,
+    is_finite,
+    next_token_distributions,
+    top_tokens,
+)
 from specdec.exact.tree import chain_parents, children_of, path_to, union
 from specdec.exact.values import ObservationRequest, Observations, PositionLogprobs, Scores, TargetDistribution
 from specdec.serving.session_stream import WorkerSession
@@ -199,7 +206,7 @@ def _observed(task: ScoreTask, logits: torch.Tensor) -> Observations | None:
     top: tuple[bytes, ...] = ()
     if request.num_top_tokens:
         count = min(request.num_top_tokens, logits.shape[-1])
-        top = _bytes_of(logits.topk(count, dim=-1).indices.to(torch.int32))
+        top = _bytes_of(top_tokens(logits, count).to(torch.int32))
     length = task.round.committed_length + len(task.round.draft_tokens)
     return Observations(length - max(len(hidden), len(top)), hidden, top)
 

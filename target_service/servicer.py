@@ -62,7 +62,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> target_pb2.ScoreResponse:
         """Score one round; `match` keeps cached tokens after `start` that are the same."""
         given = self._checked(message)
-        task = self._scorer.task(session, given, request, match)
+        wanted = ObservationRequest() if message.without_observations else request
+        task = self._scorer.task(session, given, wanted, match)
         try:
             scores = await run_task(self._engine, task)
         except CacheMiss as miss:

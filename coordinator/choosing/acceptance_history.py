@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from specdec.types import MAX_DRAFT_TOKENS
 
-DECAY = 0.985  # of a round's weight in its session, a round
+DECAY = 0.96  # of a round's weight in its session, a round
 SHARED_DECAY = 0.998  # and in what all sessions saw: some tens of sessions
 PRIOR_ROUNDS = 4.0  # what is assumed of a drafter counts as much as this many rounds
-SESSION_PRIOR_ROUNDS = 12.0  # and so does what other sessions saw
+SESSION_PRIOR_ROUNDS = 12.0  # and so does what other sessions saw of a node
+SESSION_PRIOR_TOKENS = 3.0  # and this many accepted tokens, of whether this session accepts more or less than others
+SESSION_ROUNDS = 8.0  # rounds of one session are much alike: after so many, another one counts half as much for all
 FIRST_PRIOR = 0.7  # of the first node
-NEXT_PRIOR = 0.8  # of a node, as a fraction of the node before it
+NEXT_PRIOR = 0.6  # of a node, as a fraction of the node before it
 MAX_NEXT = 0.98
 
 Floats = NDArray[np.float64]
@@ -38,13 +40,14 @@ class NodeCounts:
     accepted: Floats = field(default_factory=_zeros)
     decay: float = DECAY
 
-    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int], weight: float = 1.0) -> None:
         """Add one round; `path` has the accepted nodes."""
+        decay = self.decay**weight
         for counts in (self.asked, self.drafted, self.accepted):
-            counts[:num_asked] *= self.decay
-        self.asked[:num_asked] += 1
-        self.drafted[: min(num_asked, num_drafted)] += 1
-        self.accepted[[node for node in path if node < num_asked]] += 1
+            counts[:num_asked] *= decay
+        self.asked[:num_asked] += weight
+        self.drafted[: min(num_asked, num_drafted)] += weight
+        self.accepted[[node for node in path if node < num_asked]] += weight
 
 
 class AcceptanceHistory:
@@ -55,9 +58,9 @@ class AcceptanceHistory:
         self.accept_probs = self._accept_probs()  # [MAX_DRAFT_TOKENS]
         self.draft_probs = np.ones(MAX_DRAFT_TOKENS)  # that a node which is asked for is drafted
 
-    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int], weight: float = 1.0) -> None:
         """Add one round."""
-        self._counts.observe(num_asked, num_drafted, path)
+        self._counts.observe(num_asked, num_drafted, path, weight)
         self.accept_probs = self._accept_probs()
         self.draft_probs = (self._counts.drafted + PRIOR_ROUNDS * self._unasked_draft_prob()) / (
             self._counts.asked + PRIOR_ROUNDS
@@ -89,17 +92,19 @@ class SessionAcceptance:
     def __init__(self, shared: AcceptanceHistory) -> None:
         self._shared = shared
         self._counts = NodeCounts()
+        self._num_rounds = 0
 
     def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
         """Add one round, here and to what all sessions saw."""
         self._counts.observe(num_asked, num_drafted, path)
-        self._shared.observe(num_asked, num_drafted, path)
+        self._shared.observe(num_asked, num_drafted, path, 1 / (1 + self._num_rounds / SESSION_ROUNDS))
+        self._num_rounds += 1
 
     def expected_tokens(self) -> Floats:
         """Return the mean tokens of a round by draft tokens asked for, the closing token included [MAX + 1]."""
         asked, accepted, prior = self._counts.asked, self._counts.accepted, self._shared.accept_probs
         # a session that accepts more than others at the nodes tested will do so at the others too
-        ratio = (accepted.sum() + SESSION_PRIOR_ROUNDS) / ((asked * prior).sum() + SESSION_PRIOR_ROUNDS)
+        ratio = (accepted.sum() + SESSION_PRIOR_TOKENS) / ((asked * prior).sum() + SESSION_PRIOR_TOKENS)
         probs = (accepted + SESSION_PRIOR_ROUNDS * np.minimum(ratio * prior, 1.0)) / (asked + SESSION_PRIOR_ROUNDS)
         return np.concatenate([[1.0], 1 + np.cumsum(probs)])
 

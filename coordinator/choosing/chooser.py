@@ -3,7 +3,7 @@
 The choice is made before the round draws anything, and each round has fresh randomness, so it may depend on all earlier
 rounds without changing the distribution. What other drafters would have had accepted is seen in proposals that no round
 uses, asked for while the target scores. Plans other than the best one are tried now and then; the time that trials lose
-stays below a share of all time.
+stays below a share of all time. A session in which nothing pays rests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +13,10 @@ import numpy as np
 
 from coordinator.choosing.acceptance_history import SessionAcceptance
 from coordinator.choosing.comparisons import Comparisons, Unused, is_chosen
+from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.costs import Counts
-from coordinator.choosing.plans import PLAIN, DraftPlan, Estimate, RoundOutcome, Trial
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Estimate, RoundOutcome, Trial
+from coordinator.choosing.rest import Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import AND
 from specdec.exact.values import Proposal
@@ -22,12 +24,11 @@ from specdec.types import MAX_DRAFT_TOKENS
 
 LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, *range(32, MAX_DRAFT_TOKENS + 1, 8)])
 PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
-MIN_GAIN = 1.05  # speculation must promise this speed-up, so that it does not alternate with plain decoding
+MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
-JOINT_LENGTH = 16  # draft tokens asked of drafters that draft together; they stop where more would not pay
+JOINT_LENGTH = 8  # draft tokens asked of drafters that draft together; they stop where more would not pay
 COMPARED_LENGTH = 16  # draft tokens of a proposal that no round uses
-COMPARED_COST = 0.5  # it may take this fraction of the time in which the target scores
-ROUNDS_PER_COMPARISON = 2  # of one session, times the sessions at the target worker
+COMPARED_COST = 0.8  # it may take this fraction of the time in which the target scores
 
 
 class PlanChooser:
@@ -45,16 +46,21 @@ class PlanChooser:
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
         self._maximum = maximum if num_draft_tokens is None else num_draft_tokens
         self._is_fixed = num_draft_tokens is not None
+        self._estimates: dict[str, Estimate] = {}  # each drafter's best plan
+        self._next_estimated = list(drafters)  # in turn: the first ones are the oldest
+        self._estimated_load = 0
         self._trial: Trial | None = None  # the last round, if it was one
         self._comparisons = Comparisons()
         self._next_compared = list(drafters)  # drafters whose unused proposals can be compared, in turn
-        self._num_rounds = 0
+        self._rest = Rest()
 
     def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
         """Return the plan of a round that may commit at most `remaining_tokens` tokens, one of which closes it.
 
         `available` are the drafters whose workers answer; None: all.
         """
+        if self._rest.goes_on(self._costs.load):
+            return RESTING
         names = set(self._acceptance if available is None else available)
         drafters = [name for name in self._acceptance if name in names]
         maximum = min(max(remaining_tokens - 1, 0), self._maximum)
@@ -74,12 +80,13 @@ class PlanChooser:
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""
-        if self._num_rounds % (ROUNDS_PER_COMPARISON * self._costs.num_sessions):
+        if not chosen.observes or not self._comparisons.is_due(self._costs.num_sessions):
             return None
         others = set(available) - {chosen.drafter}
         name = next((name for name in self._next_compared if name in others and self._is_hidden(name)), None)
         if name is None:
             return None
+        self._comparisons.begin()
         self._next_compared.remove(name)
         self._next_compared.append(name)
         return replace(chosen, drafter=name, num_draft_tokens=min(COMPARED_LENGTH, self._maximum))
@@ -101,40 +108,65 @@ class PlanChooser:
         """Learn from unused proposals what of them is now committed."""
         for plan, num_drafted, path in self._comparisons.settled(committed):
             if plan.drafter is not None:
-                self._acceptance[plan.drafter].observe(plan.num_draft_tokens, num_drafted, path)
+                self._observe_acceptance(plan.drafter, plan.num_draft_tokens, num_drafted, path)
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round."""
-        self._num_rounds += 1
-        plan, elapsed_s = outcome.plan, outcome.draft_s + outcome.score_s
+        plan, elapsed_s = outcome.plan, outcome.draft_s + outcome.score_s + outcome.other_s
         if plan.drafter is not None:
-            self._acceptance[plan.drafter].observe(plan.num_draft_tokens, outcome.num_drafted, outcome.path)
+            self._observe_acceptance(plan.drafter, plan.num_draft_tokens, outcome.num_drafted, outcome.path)
         if not outcome.has_prefill:
             if plan.drafter is not None:
                 self._costs.observe_draft(plan.drafter, plan.num_draft_tokens, outcome.draft_s)
-            self._costs.age_unused(name for name in self._acceptance if name != plan.drafter)
-            self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions, plan.drafter)
+            if plan.observes:
+                self._costs.age_unused(name for name in self._acceptance if name != plan.drafter)
+            scored = plan.drafter if plan.observes else RESTING_ROUNDS
+            self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions, scored)
+            self._costs.observe_other(not plan.observes, outcome.other_s)
         if self._trial:
             self._trial = replace(self._trial, had_prefill=outcome.has_prefill)
             self._exploration.observe(elapsed_s, elapsed_s - (len(outcome.path) + 1) / self._trial.best.speed)
         elif not outcome.has_prefill:
             self._exploration.observe(elapsed_s)
 
+    def _observe_acceptance(self, drafter: str, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+        self._acceptance[drafter].observe(num_asked, num_drafted, path)
+        self._estimates.pop(drafter, None)
+
     def _best_or_trial(self, drafters: Sequence[str], maximum: int) -> DraftPlan:
-        plain = Estimate(PLAIN, 1.0, float(self._costs.score_s(0)))
+        plain = Estimate(PLAIN, 1.0, self._costs.plain_s())
         lengths = self._lengths(maximum)
         forgotten = [name for name in drafters if not self._costs.knows_drafting(name)]
-        known = [self._best_length(name, lengths) for name in drafters if name not in forgotten]
+        known = self._estimated([name for name in drafters if name not in forgotten], lengths)
         best = max(known, key=lambda estimate: estimate.speed, default=plain)
         if not self._is_fixed and best.speed <= MIN_GAIN * plain.speed:
             best = plain
-        losses = {
-            estimate.plan: estimate.seconds - estimate.num_tokens / best.speed
-            for estimate in (*known, *([] if self._is_fixed else [plain]), *self._longer(best, lengths))
-            if estimate.plan != best.plan
-        }
-        losses |= {self._probe(name, maximum): plain.seconds for name in forgotten}
-        return self._priced(self._tried(best, losses) or best.plan, best)
+        tried = None
+        if self._exploration.is_due:
+            others = (*known, *([] if self._is_fixed else [plain]), *self._longer(best, lengths))
+            losses = {
+                estimate.plan: estimate.seconds - estimate.num_tokens / best.speed
+                for estimate in others
+                if estimate.plan != best.plan
+            }
+            tried = self._tried(best, losses | {self._probe(name, maximum): plain.seconds for name in forgotten})
+        if tried is None:
+            self._rest.observe(best is plain, self._costs.load)
+        return self._priced(tried or best.plan, best)
+
+    def _estimated(self, drafters: Sequence[str], lengths: Counts) -> list[Estimate]:
+        """Return each drafter's best plan: estimated anew where it was observed since, and one more in turn."""
+        if self._costs.load != self._estimated_load:
+            self._estimates.clear()
+            self._estimated_load = self._costs.load
+        oldest = next(name for name in self._next_estimated if name in drafters) if drafters else None
+        for name in drafters:
+            known = self._estimates.get(name)
+            if known is None or name == oldest or known.plan.num_draft_tokens > lengths[-1]:
+                self._estimates[name] = self._best_length(name, lengths)
+                self._next_estimated.remove(name)
+                self._next_estimated.append(name)
+        return [self._estimates[name] for name in drafters]
 
     def _priced(self, plan: DraftPlan, best: Estimate) -> DraftPlan:
         """Return a plan with what another draft token costs, in tokens that the best plan yields in that time."""
@@ -160,7 +192,7 @@ class PlanChooser:
         """Return the drafter's best plan with one of these numbers of draft tokens."""
         acceptance, lengths = self._acceptance[drafter], self._lengths_of(drafter, lengths)
         tokens, drafted = acceptance.expected_tokens()[lengths], acceptance.expected_drafted()[lengths]
-        seconds = self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted, drafter)
+        seconds = self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted, drafter) + self._costs.other_s()
         best = int(np.argmax(tokens / seconds))
         return Estimate(DraftPlan(drafter, int(lengths[best])), float(tokens[best]), float(seconds[best]))
 

@@ -13,6 +13,8 @@ from coordinator.choosing.plans import DraftPlan
 from specdec.exact.tree import longest_path
 from specdec.exact.values import Proposal
 
+ROUNDS_PER_GAP = 4  # after so many comparisons of a session the next ones are a round further apart
+LONGEST_GAP = 8  # rounds
 MAX_PENDING = 16  # proposals of one session that wait for the text to reach their end; the oldest go first
 
 
@@ -48,9 +50,21 @@ def is_chosen(proposal: Proposal) -> bool:
 
 @dataclass(slots=True)
 class Comparisons:
-    """The unused proposals of one session."""
+    """The unused proposals of one session: many at its beginning, which say what its text is like, then fewer."""
 
     _pending: list[Unused] = field(default_factory=list)
+    _num_begun: int = 0
+    _num_rounds: int = 0  # since the last one began
+
+    def is_due(self, num_sessions: int) -> bool:
+        """Count a round; return whether it may ask for a proposal. Sessions at one target worker take turns."""
+        self._num_rounds += 1
+        return self._num_rounds >= num_sessions * min(1 + self._num_begun // ROUNDS_PER_GAP, LONGEST_GAP)
+
+    def begin(self) -> None:
+        """Note that a proposal is asked for."""
+        self._num_begun += 1
+        self._num_rounds = 0
 
     def add(self, unused: Unused) -> None:
         """Add a proposal whose tokens were chosen without a draw."""

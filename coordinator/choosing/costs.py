@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+RESTING = ""  # in place of a drafter's name: rounds of sessions that rest, which are faster than other plain ones
+
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
@@ -98,6 +100,10 @@ class ScoreCosts:
         fit = self._by_drafter.get(drafter)
         return fit if fit and fit.is_trusted else self._all
 
+    def has_measured(self, drafter: str | None) -> bool:
+        """Whether a drafter's rounds were scored often enough."""
+        return drafter in self._by_drafter and self._by_drafter[drafter].is_trusted
+
     def observe(self, drafter: str | None, num_tokens: float, seconds: float, decay: float) -> None:
         """Add one round. A round that was slower than expected makes those of other drafters expected slower, too."""
         own = self._by_drafter.setdefault(drafter, _score_fit())
@@ -118,12 +124,13 @@ class Costs:
     load changes the choice at once. A forward scores the draft tokens of all waiting sessions together, and all of them
     wait for it: so costs are learned by the draft tokens in the whole forward, and a plan is charged as if every
     session at the worker chose it. A plan that was not used for a while is not preferred because the machine has become
-    slower since. A drafter's cost is forgotten while nobody uses it, and then
-    measured again: one slow round must not disable it.
+    slower since. A drafter's cost is forgotten while nobody uses it, and then measured again: one slow round must not
+    disable it.
     """
 
     _draft: dict[str, DecayedLinearFit] = field(default_factory=dict)  # by drafter
     _score: dict[int, ScoreCosts] = field(default_factory=dict)  # by load level
+    _other: dict[bool, DecayedLinearFit] = field(default_factory=dict)  # of the coordinator, by whether sessions rest
     num_sessions: int = 1  # at the target worker, in the last round
     _mean_drafted: float = 0.0  # draft tokens of a round, lately
 
@@ -144,13 +151,22 @@ class Costs:
         self.num_sessions = num_sessions
         num_together = num_draft_tokens + (num_sessions - 1) * self._mean_drafted
         self._mean_drafted += (num_draft_tokens - self._mean_drafted) / num_sessions
-        costs = self._score.setdefault(num_sessions.bit_length(), ScoreCosts())
+        costs = self._score.setdefault(self.load, ScoreCosts())
         costs.observe(drafter, num_together, seconds, DECAY ** (1 / num_sessions))
+
+    def observe_other(self, is_resting: bool, seconds: float) -> None:
+        """Add what the coordinator itself took in a round."""
+        self._other.setdefault(is_resting, _score_fit()).observe(0, seconds)
+
+    @property
+    def load(self) -> int:
+        """The level of the target worker's load: powers of two of its sessions."""
+        return self.num_sessions.bit_length()
 
     @property
     def knows_scoring(self) -> bool:
         """Whether a round was scored at the current load."""
-        return self.num_sessions.bit_length() in self._score
+        return self.load in self._score
 
     def has_measured(self, drafter: str) -> bool:
         """Whether the drafter's cost was measured often enough, however long ago."""
@@ -168,10 +184,21 @@ class Costs:
         """Return the expected seconds of scoring at the current load, in the shape of `num_draft_tokens`."""
         return self._scoring(drafter).predict(self.num_sessions * np.asarray(num_draft_tokens))
 
+    def other_s(self, is_resting: bool = False) -> float:
+        """Return the seconds that the coordinator itself is expected to take in a round."""
+        return float(self._other[is_resting].predict(0)) if is_resting in self._other else 0.0
+
+    def plain_s(self) -> float:
+        """Return the expected seconds of a round without a draft: at rest, once a round at rest was measured."""
+        awake_s = float(self.score_s(0)) + self.other_s()
+        if not self._score[self.load].has_measured(RESTING):
+            return awake_s
+        return min(awake_s, float(self.score_s(0, RESTING)) + self.other_s(is_resting=True))
+
     def slope_s(self, drafter: str) -> float:
         """Return the expected seconds of one more draft token of every session, drafted and scored."""
         score_s = self.num_sessions * self._scoring(drafter).slope()
         return score_s + (self._draft[drafter].slope() if self.has_measured(drafter) else 0.0)
 
     def _scoring(self, drafter: str | None) -> DecayedLinearFit:
-        return self._score[self.num_sessions.bit_length()].of(drafter)
+        return self._score[self.load].of(drafter)

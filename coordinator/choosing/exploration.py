@@ -17,6 +17,11 @@ class Exploration:
     _num_trials: int = 0
     _tried: dict[str | None, int] = field(default_factory=dict)  # by drafter: its last trial
 
+    @property
+    def is_due(self) -> bool:
+        """Whether any trial is affordable."""
+        return self.affords(0.0)
+
     def affords(self, loss_s: float) -> bool:
         """Return whether a trial that is expected to lose so much stays within the share."""
         return self._lost_s + loss_s <= EXPLORATION_SHARE * self._total_s

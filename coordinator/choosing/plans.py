@@ -11,9 +11,11 @@ class DraftPlan:
     drafter: str | None = None  # None: nobody drafts
     num_draft_tokens: int = 0
     stop_below: float = 0.0  # a draft token with less chance of being accepted is not worth what it costs
+    observes: bool = True  # whether the target shall observe what the session's drafters asked for
 
 
 PLAIN = DraftPlan()
+RESTING = DraftPlan(observes=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class RoundOutcome:
     score_s: float
     num_sessions: int = 1  # at the target worker, waiting or in the forward
     has_prefill: bool = False  # a worker had to read more than a round's tokens
+    other_s: float = 0.0  # what the coordinator itself took
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ cancelled, its sequence is truncated to the length that it had when the task beg
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Any, Generic
+from queue import Empty
+from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from specdec.engine.errors import EngineError, where_raised
 from specdec.engine.feed import Feed, ForwardOutput
 from specdec.engine.schedule import Forwards, Schedule
 from specdec.engine.task import Submission, Task
+from specdec.engine.worker_thread import WorkerThread
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Load:
     kv_usage: float  # 0 to 1
 
 
-class EngineLoop(Generic[TaskT]):
+class EngineLoop(WorkerThread[TaskT]):
     """Runs tasks in batches on one thread of its own."""
 
     def __init__(
@@ -63,27 +63,14 @@ class EngineLoop(Generic[TaskT]):
                 f"prefill_chunk_tokens {prefill_chunk_tokens} must lie between {DECODING_TOKENS} and "
                 f"max_batch_tokens {max_batch_tokens}; change one of them"
             )
+        super().__init__("engine")
         self._model = model
         self._processor = processor
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens)
-        self._inbox: SimpleQueue[TaskT | Callable[[], None]] = SimpleQueue()
         self._forgotten: set[str] = set()
         self._num_arrived = 0
-        self._num_failed_forwards = 0
-        self._step_began_s: float | None = None
-        self._stopping = False
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     # --- called from anywhere
-
-    def start(self) -> None:
-        """Start the engine thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the step in progress; tasks that are not done fail with EngineError. Blocks until then."""
-        self._call(self._set_stopping)
-        self._thread.join()
 
     async def run(self, task: TaskT) -> Any:
         """Run `task` to its end and return what it finished with, or raise what it failed with.
@@ -115,47 +102,11 @@ class EngineLoop(Generic[TaskT]):
         num_waiting = self._inbox.qsize() + self._schedule.num_waiting
         return Load(num_waiting, self._schedule.num_running, self._model.cache.usage)
 
-    @property
-    def last_step_age_s(self) -> float:
-        """Seconds since the step in progress began; 0 when the engine is idle."""
-        began_s = self._step_began_s
-        return 0.0 if began_s is None else time.perf_counter() - began_s
-
-    @property
-    def num_failed_forwards(self) -> int:
-        """How many forwards have failed since the last one that succeeded."""
-        return self._num_failed_forwards
-
-    def is_stalled(self, max_age_s: float) -> bool:
-        """Whether work makes no progress: a step takes longer than `max_age_s`, or the thread has ended."""
-        return self.last_step_age_s > max_age_s or not self._thread.is_alive()
-
-    def _call(self, function: Callable[[], None]) -> None:
-        self._inbox.put(function)
-
-    def _set_stopping(self) -> None:
-        self._stopping = True
-
     # --- called on the engine thread
 
-    def _work(self) -> None:
-        try:
-            while True:
-                self._take_arrivals(block=not self._schedule.tasks)
-                if self._stopping:
-                    break
-                self._step_began_s = time.perf_counter()
-                self._step()
-                self._step_began_s = None
-        except BaseException as error:
-            logger.critical("engine_ended", extra={"error": type(error).__name__, "where": where_raised(error)})
-            raise
-        finally:
-            self._stopping = True
-            self._fail_everything()
-
-    def _take_arrivals(self, block: bool) -> None:
-        """Empty the inbox; with `block`, wait until there is something in it."""
+    def _take_arrivals(self) -> None:
+        """Empty the inbox; without a task, wait until there is something in it."""
+        block = not self._schedule.tasks and not self._stopping
         with contextlib.suppress(Empty):
             while True:
                 arrival = self._inbox.get(block=block)
@@ -196,10 +147,10 @@ class EngineLoop(Generic[TaskT]):
             output = self._model.forward([feed for _, feed in batch])
             _synchronize(output)
         except Exception as error:
-            self._num_failed_forwards += 1
+            self._num_failed += 1
             self._fail([task for task, _ in batch], "the forward", error)
             return
-        self._num_failed_forwards = 0
+        self._num_failed = 0
         forward_s = time.perf_counter() - began_s
         for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s
@@ -240,7 +191,7 @@ class EngineLoop(Generic[TaskT]):
                 task.submission.event_loop.call_soon_threadsafe(task.submission.deliver)
 
     def _fail_everything(self) -> None:
-        self._take_arrivals(block=False)
+        self._take_arrivals()
         for task in self._schedule.tasks:
             task.fail(EngineError("the engine stopped before the task was done"))
         self._deliver_ends()

@@ -106,7 +106,7 @@ def proposal_to_proto(proposal: Proposal) -> draft_pb2.ProposeResponse:
     )
 
 
-def score_to_proto(start: int, tokens: Sequence[int], proposal: Proposal) -> target_pb2.Score:
+def score_to_proto(start: int, tokens: Sequence[int], proposal: Proposal, observes: bool = True) -> target_pb2.Score:
     """Pack a round for the target: the committed tokens from `start` on, the draft tokens and their supports."""
     shipped, sources = _shipped(proposal)
     return target_pb2.Score(
@@ -116,6 +116,7 @@ def score_to_proto(start: int, tokens: Sequence[int], proposal: Proposal) -> tar
         parents=() if proposal.is_chain else proposal.parents,
         sources=sources,
         supports=distributions_to_proto(shipped, with_probs=False),
+        without_observations=not observes,
     )
 
 

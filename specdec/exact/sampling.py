@@ -20,6 +20,7 @@ from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 
 NEUTRAL = SamplingParams()
+CHUNK_TOKENS = 128  # divides the vocabularies of large models
 NUCLEUS_TOKENS = 256  # most nuclei are smaller; only the others cost a sort of whole rows
 
 
@@ -189,6 +190,21 @@ def _descending(rows: torch.Tensor) -> torch.Tensor:
     if rows.device.type != "cpu":
         return rows.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(rows.numpy(), axis=-1)[:, ::-1].copy())
+
+
+def top_tokens(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the ids of the largest entries of rows [N, V], best first, [N, count]; of equal ones any may be left out.
+
+    On a CPU `topk` takes longer than finding the best chunks first, as nothing outside them can be among the largest.
+    """
+    size = rows.shape[-1]
+    if rows.is_cuda or size % CHUNK_TOKENS or size < count * CHUNK_TOKENS:
+        return rows.topk(count, dim=-1).indices
+    chunks = rows.reshape(len(rows), size // CHUNK_TOKENS, CHUNK_TOKENS)
+    best = chunks.amax(dim=-1).topk(count, dim=-1).indices
+    candidates = chunks.gather(1, best[:, :, None].expand(-1, -1, CHUNK_TOKENS)).flatten(1)
+    places = candidates.topk(count, dim=-1).indices
+    return best.gather(1, places // CHUNK_TOKENS) * CHUNK_TOKENS + places % CHUNK_TOKENS
 
 
 def sparse_distributions(rows: torch.Tensor, support_mass: float, support_max: int) -> list[SparseDistribution]:

@@ -119,6 +119,8 @@ class Observations:
     def latest(self, count: int) -> "Observations":
         """Return the last `count` observations."""
         num_dropped = max(0, len(self) - count)
+        if not num_dropped:
+            return self
         return self.select(range(num_dropped, len(self))).moved(num_dropped)
 
     def moved(self, distance: int) -> "Observations":

@@ -103,7 +103,7 @@ def _wrapped(handler: Any, gate: Gate) -> Any:
         del failure, request
         await context.abort_with_status(status)
 
-    return make(call, None, handler.response_serializer)
+    return make(call, bytes, handler.response_serializer)  # parsed in the call, once it is let in
 
 
 async def _answered(answer: Any, context: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.acceptance import TokenRule
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.plans import DraftPlan, RoundOutcome
+from coordinator.choosing.plans import RESTING, DraftPlan, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
@@ -44,13 +44,13 @@ class TracedScorer(ToyScorer):
     trace: Trace
     before: Callable[[int], Awaitable[object] | None] = lambda number: None
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
         number = sum(kind == "score" for kind, _ in self.trace.events)
         self.trace.events.append(("score", number))
         waiting = self.before(number)
         if waiting is not None:
             await waiting
-        return await ToyScorer.score(self, committed, proposal)
+        return await ToyScorer.score(self, committed, proposal, observes)
 
 
 class Rounds:
@@ -259,8 +259,8 @@ class RecordingChooser(PlanChooser):
 class ReplacedScorer(TracedScorer):
     """A worker that had to read everything in the fourth round."""
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
-        scored = await TracedScorer.score(self, committed, proposal)
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+        scored = await TracedScorer.score(self, committed, proposal, observes)
         number = sum(kind == "score" for kind, _ in self.trace.events)
         return replace(scored, num_fed=41) if number == 4 else scored
 
@@ -391,3 +391,22 @@ async def test_an_unused_proposal_ends_with_the_loop() -> None:
     with pytest.raises(FencedError):
         await run_rounds(rounds.generation, parts, rounds.publish)
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+class AlwaysRests(PlanChooser):
+    """Rests from the beginning."""
+
+    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+        return RESTING
+
+
+async def test_a_resting_session_observes_nothing() -> None:
+    """Neither does the target observe, nor is a drafter told or asked; the text is plain decoding's."""
+    rounds, plain = Rounds(), Rounds(fixed=0)
+    rounds.scorer = ObservedScorer(rounds.traced.model, SEED)
+    rounds.drafter = drafter = LostDrafter(rounds.drafter.model, SEED)
+    rounds.chooser = AlwaysRests(SharedStatistics(), [TOY], 8)
+    await rounds.run()
+    await plain.run()
+    assert rounds.tokens == plain.tokens
+    assert (drafter.num_calls, drafter.observed) == (0, [])

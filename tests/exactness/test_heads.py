@@ -157,16 +157,16 @@ class ObservedTarget(ToyScorer):
     layers: tuple[int, ...] = ()
     num_seen: int = 0
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the answers with observations."""
         assert isinstance(self.model, KnownTarget)
         assert self.model.table
-        scored = await ToyScorer.score(self, committed, proposal)
+        scored = await ToyScorer.score(self, committed, proposal, observes)
         states = [self.model.table.states_at(committed, self.layers)[self.num_seen :]]
         for token in range(len(proposal)):
             path = [proposal.tokens[index] for index in path_to(token + 1, proposal.tree)]
             states.append(self.model.table.states_at([*committed, *path], self.layers)[-1:])
-        observations = packed(torch.cat(states), self.num_seen)
+        observations = packed(torch.cat(states), self.num_seen) if observes else None
         self.num_seen = len(committed)
         return replace(scored, scores=replace(scored.scores, observations=observations))
 

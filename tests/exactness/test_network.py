@@ -38,7 +38,7 @@ MORE_GENERATIONS = {"K = 3": 1_500}
 REJECT_BELOW = 1e-6
 LEFT_TO_MAKE_EXACTNESS = {  # which has every case; these differ from one below in what is proved without a network
     *("top_p 0.8", "top_k 3", "recycle, top_p 0.8", "eagle3, top_p 0.8", "tree, top_p 0.8"),
-    *("suffix", "suffix, token rule", "dflash", "medusa", "self", "other tokenizer, penalties"),
+    *("suffix", "suffix, token rule", "draft in int8", "dflash", "medusa", "self", "other tokenizer, penalties"),
 }
 assert set(CASES) >= LEFT_TO_MAKE_EXACTNESS
 TESTED = [name for name in CASES if name not in LEFT_TO_MAKE_EXACTNESS]

@@ -21,6 +21,7 @@ from transformers import (
 
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.sampling import (
+    CHUNK_TOKENS,
     NUCLEUS_TOKENS,
     SamplingContext,
     draft_distributions,
@@ -29,6 +30,7 @@ from specdec.exact.sampling import (
     is_finite,
     next_token_distributions,
     sparse_distributions,
+    top_tokens,
 )
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
@@ -193,6 +195,19 @@ def test_non_finite_logits_spoil_only_their_row(sampling: SamplingParams, bad: f
     drafts = draft_distributions(logits, contexts, VOCAB_SIZE, 0.99, 64)
     assert [bool(row.token_ids) for row in drafts] == [index in good for index in range(6)]
     draw_dense(rows, [0.5] * 6)  # for bad rows any result is allowed, but no exception
+
+
+@pytest.mark.parametrize("vocab_size", [8 * CHUNK_TOKENS, 9 * CHUNK_TOKENS, 9 * CHUNK_TOKENS + 1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_tokens_are_the_largest(vocab_size: int, dtype: torch.dtype) -> None:
+    """Best first, whether they are found by chunks or not; several of them in one chunk, and equal ones."""
+    rows = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[1, -8:] = torch.arange(8) + 10
+    rows[2] = 0
+    ids = top_tokens(rows, 8)
+    assert rows.gather(1, ids).equal(rows.topk(8, dim=-1).values)
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+    assert ids[1].tolist() == list(range(vocab_size - 1, vocab_size - 9, -1))
 
 
 def test_greedy_drafts_are_those_of_the_dense_row() -> None:

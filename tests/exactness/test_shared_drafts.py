@@ -80,9 +80,11 @@ class ServedDrafter(ToyDrafter):
 class RankingScorer(ToyScorer):
     """Also sends all tokens, the most probable first, at the last committed token and at each draft token."""
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal)
+        scored = await ToyScorer.score(self, committed, proposal, observes)
+        if not observes:
+            return scored
         ranked = self.distributions(tuple(committed), proposal).argsort(dim=-1, descending=True).tolist()
         top = tuple(struct.pack(f"<{len(tokens)}I", *tokens) for tokens in ranked)
         return replace(scored, scores=replace(scored.scores, observations=Observations(len(committed) - 1, (), top)))

@@ -50,9 +50,9 @@ class Scorer(ToyScorer):
     num_closed = num_abandoned = 0
     before: Callable[[int], Any]
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
         await self.before(len(committed) - len(PROMPT))
-        return await super().score(committed, proposal)
+        return await super().score(committed, proposal, observes)
 
     async def close(self) -> None:
         self.num_closed += 1

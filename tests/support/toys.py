@@ -252,7 +252,7 @@ class ToyScorer:
     model: ToyModel
     seed: int
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the target's answers at the N + 1 positions."""
         probs, outside = self.answer(tuple(committed), proposal)
         tokens, masses = draw_dense(outside, self.draws(len(committed), len(outside)))
@@ -292,9 +292,11 @@ class ToyScorer:
 class ObservedScorer(ToyScorer):
     """Also observes its most probable next token at the last committed token and at each draft token."""
 
-    async def score(self, committed: list[int], proposal: Proposal) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal)
+        scored = await ToyScorer.score(self, committed, proposal, observes)
+        if not observes:
+            return scored
         tops = self.distributions(tuple(committed), proposal).argmax(dim=-1).tolist()
         observations = Observations(len(committed) - 1, top_tokens=tuple(top.to_bytes(4, "little") for top in tops))
         return replace(scored, scores=replace(scored.scores, observations=observations))

@@ -18,7 +18,7 @@ from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
-from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target
+from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target, score_request
 from tests.workers.conftest import Forwards
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -145,6 +145,18 @@ async def test_later_rounds_observe_only_new_tokens(channel: grpc.aio.Channel, n
 async def test_nothing_is_observed_unless_requested(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
     scores = await scored(TargetStream(channel, next(names)), 0, PROMPT, TREE)
     assert scores.observations is None
+
+
+async def test_a_round_may_do_without_observations(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    """It scores the same; the rounds after it observe again, from their own tokens on."""
+    session = TargetStream(channel, next(names), PLAIN, observations=LAYERS)
+    await scored(session, 0, PROMPT, Proposal())
+    quiet = await session.ask(score_request(start=len(PROMPT), tokens=[12], without_observations=True))
+    assert not quiet.HasField("observations")
+    assert quiet.tail_tokens == (await TargetStream(channel, next(names)).score(0, [*PROMPT, 12])).tail_tokens
+    observations = (await scored(session, len(PROMPT) + 1, [77], Proposal())).observations
+    assert observations is not None
+    assert (observations.start, len(observations)) == (len(PROMPT) + 1, 1)
 
 
 BAD_REQUESTS = {

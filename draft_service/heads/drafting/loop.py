@@ -2,11 +2,10 @@
 
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Sequence
+from queue import Empty
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -14,6 +13,7 @@ from draft_service.drafter import DraftRequest
 from draft_service.heads.drafting.rounds import HeadRound, SessionLost
 from draft_service.heads.drafting.sessions import HeldSessions
 from specdec.engine import EngineError
+from specdec.engine.worker_thread import WorkerThread
 from specdec.exact.values import ObservationRequest, Proposal
 from specdec.serving.session_stream import WorkerSession
 
@@ -45,29 +45,16 @@ class Runner(Protocol[RoundT]):
         ...
 
 
-class HeadLoop(Generic[RoundT]):
+class HeadLoop(WorkerThread[RoundT]):
     """Runs rounds in batches on one thread of its own."""
 
     def __init__(self, runner: Runner[RoundT]) -> None:
+        super().__init__("head")
         self._runner = runner
-        self._inbox: SimpleQueue[RoundT | Callable[[], None]] = SimpleQueue()
         self._rounds: list[RoundT] = []
-        self._stopping = False
-        self._num_failed = 0
         self._num_ended = 0  # since memory was last counted
-        self._step_began_s: float | None = None
-        self._thread = threading.Thread(target=self._work, name="head", daemon=True)
 
     # --- called from anywhere
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the step in progress; rounds that are not done fail. Blocks until then."""
-        self._inbox.put(self._set_stopping)
-        self._thread.join()
 
     async def run(self, asked: RoundT) -> Proposal:
         """Run a round to its end. Raises SessionLost, EngineError, or what the round failed with."""
@@ -80,44 +67,13 @@ class HeadLoop(Generic[RoundT]):
 
     def forget(self, session_id: str) -> None:
         """Free a session. Returns at once."""
-        self._inbox.put(lambda: self._forget(session_id))
-
-    @property
-    def last_step_age_s(self) -> float:
-        """Seconds since the step in progress began; 0 when the head is idle."""
-        began_s = self._step_began_s
-        return 0.0 if began_s is None else time.perf_counter() - began_s
-
-    @property
-    def num_failed_forwards(self) -> int:
-        """How many steps have failed since the last one that succeeded."""
-        return self._num_failed
-
-    def is_stalled(self, max_age_s: float) -> bool:
-        """Whether work makes no progress: a step takes longer than `max_age_s`, or the thread has ended."""
-        return self.last_step_age_s > max_age_s or not self._thread.is_alive()
+        self._call(lambda: self._forget(session_id))
 
     # --- called on the thread
 
-    def _set_stopping(self) -> None:
-        self._stopping = True
-
     def _work(self) -> None:
-        try:
-            with torch.inference_mode():
-                while True:
-                    self._take_arrivals()
-                    if self._stopping:
-                        break
-                    self._step_began_s = time.perf_counter()
-                    self._step()
-                    self._step_began_s = None
-        except BaseException as error:
-            logger.critical("head_ended", extra={"error": type(error).__name__})
-            raise
-        finally:
-            self._stopping = True
-            self._fail_everything()
+        with torch.inference_mode():
+            super()._work()
 
     def _take_arrivals(self) -> None:
         """Empty the inbox; while no round is under way, wait until there is something in it."""

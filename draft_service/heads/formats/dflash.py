@@ -18,6 +18,7 @@ from draft_service.heads.formats.files import (
 )
 from draft_service.heads.formats.target import TargetFolder, target_folder
 from draft_service.heads.formats.transformer import (
+    DROPPED,
     check_fit,
     complete,
     filled,
@@ -30,7 +31,6 @@ from draft_service.heads.formats.transformer import (
     with_rotary,
 )
 
-DROPPED = ("verifier_", "rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 MAX_BLOCK_SIZE = 64
 
 

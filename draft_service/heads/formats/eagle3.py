@@ -18,6 +18,7 @@ from draft_service.heads.formats.files import (
 )
 from draft_service.heads.formats.target import TargetFolder, target_folder
 from draft_service.heads.formats.transformer import (
+    DROPPED,
     check_fit,
     complete,
     filled,
@@ -31,7 +32,6 @@ from draft_service.heads.formats.transformer import (
 )
 
 NAMES = {"midlayer.": "layers.0."}  # of the authors' checkpoints
-DROPPED = ("verifier_", "rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 NUM_TOKENS = 5  # that a head of ours is meant to draft
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 

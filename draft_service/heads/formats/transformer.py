@@ -15,6 +15,11 @@ from draft_service.heads.vocabulary import DraftVocabulary
 
 SERVED_TYPES = ("llama", "qwen3")
 SPECULATORS_VERSION = "0.9.0"  # whose format is written
+DROPPED = (
+    "verifier_",
+    "rotary_emb.inv_freq",
+    "rotary_emb.original_inv_freq",
+)  # tensors of checkpoints that are not the head's
 
 HeadT = TypeVar("HeadT", bound=nn.Module)
 

@@ -1,0 +1,42 @@
+"""Rest: rounds in which a session only decodes, while no drafter pays.
+
+To look for a better plan costs time even where nobody drafts: the target observes for the drafters, other drafters are
+compared, plans are weighed. So a session that has decoded plainly for a while rests, longer each time, and looks again
+for a few rounds in between. A change of load wakes it, as that may change what pays.
+"""
+
+from dataclasses import dataclass
+
+AWAKE_ROUNDS = 2  # in which plain decoding was best, before a rest
+FIRST_REST = 16  # rounds
+LONGEST_REST = 64
+
+
+@dataclass(slots=True)
+class Rest:
+    """The rests of one session."""
+
+    _left: int = 0  # rounds of this rest
+    _length: int = FIRST_REST  # of the next rest
+    _num_plain: int = 0  # rounds awake in which plain decoding was best, lately
+    _load: int = 0  # when this rest began
+
+    def goes_on(self, load: int) -> bool:
+        """Return whether the next round belongs to a rest, and count it; `load` is the target worker's level."""
+        if not self._left:
+            return False
+        if load != self._load:
+            self._left, self._length = 0, FIRST_REST
+            return False
+        self._left -= 1
+        return True
+
+    def observe(self, is_plain: bool, load: int) -> None:
+        """Note whether plain decoding was best in a round awake."""
+        if not is_plain:
+            self._num_plain, self._length = 0, FIRST_REST
+            return
+        self._num_plain += 1
+        if self._num_plain >= AWAKE_ROUNDS:
+            self._num_plain, self._load = 0, load
+            self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)

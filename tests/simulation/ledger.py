@@ -1,0 +1,163 @@
+"""The invariants, checked at every change of a store and at every chunk that a client gets.
+
+1. A session's log only grows, is chained by its digest, and its epoch only rises.
+2. What a client gets is committed, and is a prefix of the log as it finally is; no token ever changes.
+3. Every round builds on a text that a target scored as it is, and greedy text is the target's own.
+4. No client fails, but for what a fault really took away.
+5. In the end nothing is left: no task, no call, no running session, no key after its time.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.generation import chain
+from coordinator.sessions import unpack_tokens
+from specdec.completion import Chunk
+from specdec.errors import SpecdecError
+from tests.simulation.store import SimulatedRedis
+
+
+@dataclass(slots=True)
+class Trace:
+    """What happened, in order, with virtual times."""
+
+    now_s: Callable[[], float]
+    entries: list[tuple[float, str, str]] = field(default_factory=list)
+
+    def note(self, who: str, what: str) -> None:
+        """Add an event."""
+        self.entries.append((self.now_s(), who, what))
+
+    def lines(self) -> list[str]:
+        """Return a line an event."""
+        return [f"{at_s:11.6f}  {who:<14} {what}" for at_s, who, what in self.entries]
+
+    def digest(self) -> str:
+        """Return a hash of all events: equal for equal runs."""
+        return hashlib.blake2b("\n".join(self.lines()).encode(), digest_size=16).hexdigest()
+
+
+@dataclass(slots=True)
+class Log:
+    """A session as its store has it, and what clients were shown of it."""
+
+    prompt: tuple[int, ...]
+    greedy: tuple[int, ...] | None  # the target's own text; None: sampled
+    tokens: tuple[int, ...] = ()  # prompt and completion; empty: not in the store
+    digest: bytes = b""
+    epoch: int = 0
+    shown: list[int] = field(default_factory=list)  # the longest text that any client has seen
+    is_lost: bool = False  # the store lost at least a part of it, by a fault
+    is_forgotten: bool = False  # the store lost all of it: the same request begins another session
+    scored: set[tuple[int, ...]] = field(default_factory=set)  # the texts after which a target gave scores
+
+    @property
+    def completion(self) -> tuple[int, ...]:
+        """The committed completion."""
+        return self.tokens[len(self.prompt) :]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Checks the invariants of one world; `violations` says which were broken, and how."""
+
+    trace: Trace
+    violations: list[str] = field(default_factory=list)
+    logs: dict[tuple[str, str], Log] = field(default_factory=dict)  # by store and session
+    endings: Counter[str] = field(default_factory=Counter)  # how clients ended
+    accepted_failures: tuple[str, ...] = ()  # reasons for which clients may fail in this world
+
+    def expect(self, store: str, session_id: str, prompt: Sequence[int], greedy: Sequence[int] | None) -> None:
+        """Announce a session."""
+        self.logs[store, session_id] = Log(tuple(prompt), None if greedy is None else tuple(greedy))
+
+    def violated(self, what: str) -> None:
+        """Record that an invariant is broken."""
+        self.trace.note("LEDGER", f"VIOLATION: {what}")
+        self.violations.append(what)
+
+    # ---- the store
+
+    def store_changed(self, store: SimulatedRedis) -> None:
+        """Check what a command may have changed."""
+        for session_id in store.session_ids():
+            self._check(self.logs[store.name, session_id], store, session_id)
+
+    def store_lost(self, store: SimulatedRedis) -> None:
+        """Take the store as it is: a fault took a part of it away."""
+        held = store.session_ids()
+        for (name, session_id), log in self.logs.items():
+            if name == store.name:
+                tokens = unpack_tokens(store.tokens(session_id)) if session_id in held else ()
+                log.is_lost = log.is_lost or len(tokens) < len(log.tokens)
+                log.is_forgotten = log.is_forgotten or (bool(log.tokens) and not tokens)
+                log.tokens = tokens
+                log.digest = store.meta(session_id)[b"digest"] if tokens else b""
+                log.epoch = int(store.meta(session_id)[b"epoch"]) if tokens else 0
+
+    def _check(self, log: Log, store: SimulatedRedis, session_id: str) -> None:
+        meta, packed = store.meta(session_id), store.tokens(session_id)
+        epoch = int(meta[b"epoch"])
+        if epoch != log.epoch:
+            self.trace.note(store.name, f"{session_id[:4]} epoch {epoch}")
+            if epoch < log.epoch:
+                self.violated(f"session {session_id[:4]}: its epoch fell from {log.epoch} to {epoch}")
+            log.epoch = epoch
+        if len(packed) == 4 * len(log.tokens) and meta[b"digest"] == log.digest:
+            return
+        tokens = unpack_tokens(packed)
+        news = tokens[len(log.tokens) :]
+        self.trace.note(store.name, f"{session_id[:4]} commits {len(log.tokens)} + {list(news)}")
+        if tokens[: len(log.tokens)] != log.tokens or int(meta[b"length"]) != len(tokens):
+            self.violated(f"session {session_id[:4]}: its log was rewritten at length {len(log.tokens)}")
+        if log.tokens and log.tokens not in log.scored:
+            self.violated(f"session {session_id[:4]}: no target has scored the {len(log.tokens)} tokens before a round")
+        if meta[b"digest"] != chain(log.digest, news):
+            self.violated(f"session {session_id[:4]}: its digest is not that of its {len(tokens)} tokens")
+        log.tokens, log.digest = tokens, meta[b"digest"]
+
+    def scored(self, session_id: str, tokens: tuple[int, ...]) -> None:
+        """Record that a target gave scores after these tokens."""
+        for (_, name), log in self.logs.items():
+            if name == session_id:
+                log.scored.add(tokens)
+
+    # ---- clients
+
+    def observed(self, store: str, client: str, chunk: Chunk) -> None:
+        """Check a chunk at the moment when a client gets it."""
+        log = self.logs[store, chunk.session_id]
+        begin, end = chunk.offset, chunk.offset + len(chunk.tokens)
+        name = f"session {chunk.session_id[:4]}: {client}"
+        self.trace.note(client, f"got {begin} + {list(chunk.tokens)}")
+        if log.greedy is not None and tuple(chunk.tokens) != log.greedy[begin:end]:
+            self.violated(f"{name} got tokens {begin} to {end} that are not the target's greedy text")
+        if log.is_forgotten:
+            return
+        if not log.is_lost and log.completion[begin:end] != chunk.tokens:
+            self.violated(f"{name} got tokens {begin} to {end} that are not committed")
+        common = log.shown[begin:end]
+        if list(chunk.tokens[: len(common)]) != common:
+            self.violated(f"{name} got other tokens from {begin} to {end} than were shown before")
+        if end > len(log.shown):
+            log.shown[begin:] = chunk.tokens
+
+    def failed(self, store: str, client: str, session_id: str, error: SpecdecError) -> None:
+        """Judge the error that ended a client's stream."""
+        log = self.logs[store, session_id]
+        self.endings[error.reason] += 1
+        self.trace.note(client, f"failed: {error.reason}: {error.message}")
+        is_lost = log.is_lost and error.reason in ("STORE_ROLLED_BACK", "SESSION_NOT_FOUND")
+        if not is_lost and error.reason not in self.accepted_failures:
+            self.violated(f"session {session_id[:4]}: {client} failed with {error.reason}: {error.message}")
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Compare what was shown with the logs as they finally are."""
+        for (_, session_id), log in self.logs.items():
+            common = len(log.shown) if not log.is_lost else min(len(log.shown), len(log.completion))
+            if not log.is_forgotten and list(log.completion[:common]) != log.shown[:common]:
+                self.violated(f"session {session_id[:4]}: its log is not what was shown")

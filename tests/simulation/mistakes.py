@@ -1,0 +1,219 @@
+"""Planted mistakes: production code with one place changed. The simulation must find each of them.
+
+`rewritten` changes the source of one function, `script` that of one Lua script: what was there is named, so that a
+mistake that no longer fits the code fails instead of passing by.
+"""
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from coordinator import redis_client
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One place of production code, and what is there instead."""
+
+    name: str
+    place: str  # a function as module:qualified.name, or a Lua script
+    old: str
+    new: str
+    num_seeds: int  # that it took to find it, from the first
+    hazards: frozenset[str] = frozenset()
+    hole: str = ""  # of the second look, that this opens again
+
+    def planted(self) -> AbstractContextManager[None]:
+        """Let the mistake be made while the context lasts."""
+        change = script if self.place.endswith(".lua") else rewritten
+        return change(self.place, self.old, self.new)
+
+
+@contextmanager
+def rewritten(place: str, old: str, new: str) -> Iterator[None]:
+    """Replace a part of one function's source."""
+    module_name, _, qualified = place.partition(":")
+    module = importlib.import_module(module_name)
+    owner: Any = module
+    *path, name = qualified.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    found: Any = inspect.getattr_static(owner, name)
+    function: Any = found.fget if isinstance(found, property) else found
+    source = replaced(textwrap.dedent(inspect.getsource(function)), old, new)
+    made: dict[str, Any] = {}
+    exec(source, function.__globals__, made)  # the same source, but for one place
+    with mock.patch.object(owner, name, made[name]):
+        yield
+
+
+@contextmanager
+def script(place: str, old: str, new: str) -> Iterator[None]:
+    """Replace a part of one Lua script."""
+    read = redis_client.read_script
+
+    def changed(name: str) -> str:
+        text = read(name)
+        return replaced(text, old, new) if f"{name}.lua" == place else text
+
+    with mock.patch.object(redis_client, "read_script", changed):
+        yield
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    """Return the text with its one occurrence of `old` replaced."""
+    assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times"
+    return text.replace(old, new)
+
+
+TWO_STORES, TWO_MODELS = frozenset({"two stores"}), frozenset({"two models"})
+
+MISTAKES = [
+    Mistake(
+        "a resume is judged by the memory of a former owner",
+        "coordinator.service:Coordinator._owns",
+        "session = await self._store.read(running.session_id)\n",
+        "session = await self._store.read(running.session_id)\n"
+        "    from specdec.errors import DataLossError\n"
+        "    raise DataLossError('past what this coordinator holds')\n",
+        130,
+        hole="H2",
+    ),
+    Mistake(
+        "streams of an older epoch go on at a worker",
+        "specdec.serving.session_stream:EpochFence.check",
+        "if claim.epoch < epoch:",
+        "if False:",
+        132,
+    ),
+    Mistake(
+        "older streams of the same epoch go on at a worker",
+        "specdec.serving.session_stream:EpochFence.check",
+        "if claim.epoch == epoch and claim.stream_number < latest:",
+        "if False:",
+        6,
+        TWO_STORES,
+        hole="H3",
+    ),
+    Mistake(
+        "a worker serves sessions of another model",
+        "target_service.servicer:TargetServicer._check_model",
+        'if fingerprint not in ("", self._model.fingerprint):',
+        "if False:",
+        2,
+        TWO_MODELS,
+        hole="H5",
+    ),
+    Mistake(
+        "an answer that cannot be parsed is used",
+        "coordinator.streams:WorkerStream._ask",
+        "if reply is None:",
+        "if False:",
+        86,
+        hole="H6",
+    ),
+    Mistake(
+        "a commit does not compare epochs",
+        "commit.lua",
+        "if meta[1] ~= ARGV[1] then",
+        "if false then",
+        7,
+    ),
+    Mistake(
+        "a commit does not recognise its replay",
+        "commit.lua",
+        "if tonumber(meta[2]) == length and meta[3] == ARGV[4] then",
+        "if false then",
+        14,
+    ),
+    Mistake(
+        "a commit appends without comparing what it builds on",
+        "commit.lua",
+        "if meta[4] ~= 'active' or meta[2] ~= ARGV[2] or meta[3] ~= ARGV[3] or\n"
+        "    redis.call('STRLEN', KEYS[2]) ~= 4 * tonumber(meta[2]) then",
+        "if false then",
+        9,
+    ),
+    Mistake(
+        "a takeover keeps the epoch",
+        "claim.lua",
+        "redis.call('HINCRBY', KEYS[1], 'epoch', 1)",
+        "redis.call('HSET', KEYS[1], 'epoch', 1)",
+        7,
+    ),
+    Mistake(
+        "a commit does not keep all of the session's keys alive",
+        "commit.lua",
+        "redis.call('PEXPIRE', key, ARGV[8])",
+        "",
+        1,
+    ),
+    Mistake(
+        "uncommitted tokens are shown",
+        "coordinator.running:RunningGeneration._publish",
+        "await self._store.commit(self.session_id, self.epoch, played, statistics)",
+        "asyncio.ensure_future(self._store.commit(self.session_id, self.epoch, played, statistics))",
+        1,
+    ),
+    Mistake(
+        "commits of one session overlap",
+        "coordinator.running:run_rounds",
+        "            await asyncio.shield(committing)\n            committing",
+        "            committing",
+        3,
+    ),
+    Mistake(
+        "cached tokens are kept without comparing them",
+        "specdec.engine.sequence:Sequence._path",
+        "num_matching = num_equal(self._tokens[start:base], tokens)",
+        "num_matching = min(len(self._tokens[start:base]), len(tokens))",
+        15,
+    ),
+    Mistake(
+        "a cache is not truncated where a round fails to keep its draft",
+        "specdec.engine.sequence:Sequence.resume",
+        "self.truncate(kept)",
+        "self.truncate(kept + (kept < self.length))",
+        1,
+    ),
+    Mistake(
+        "a worker claims to hold what it lost",
+        "specdec.engine.sequence:Sequence.resume",
+        "if start > (self.num_linear if on_draft else verified):",
+        "if False:",
+        15,
+    ),
+    Mistake(
+        "a finished session is not closed at its workers",
+        "coordinator.running:RunningGeneration._run",
+        "await workers.close()",
+        "pass",
+        35,
+    ),
+    Mistake(
+        "a session without followers keeps its place",
+        "coordinator.registry:RunningGenerations._remove",
+        "del self._entries[session_id]",
+        "pass",
+        1,
+    ),
+    Mistake(
+        "a follower misses a token",
+        "coordinator.running:RunningGeneration.follow",
+        "yield self.generation.chunk(offset, end), ending",
+        "yield self.generation.chunk(min(end, offset + (offset == 5)), end), ending",
+        1,
+    ),
+    Mistake(
+        "a session counts as finished before its last commit",
+        "coordinator.running:RunningGeneration._is_complete",
+        "return self.generation.done and self._num_published == len(self.generation.emitted)",
+        "return self.generation.done",
+        4,
+    ),
+]

@@ -1,0 +1,20 @@
+"""The simulation finds each planted mistake within the stated number of seeds."""
+
+import pytest
+
+from tests.simulation.mistakes import MISTAKES, Mistake, replaced
+from tests.simulation.world import run_world
+
+MARGIN = 150  # seeds after the first that found a mistake when it was planted: other changes move what seeds mean
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_mistake_is_found(mistake: Mistake) -> None:
+    with mistake.planted():
+        seeds = range(max(0, mistake.num_seeds - 3), mistake.num_seeds + MARGIN)
+        assert any(run_world(seed, mistake.hazards).violations for seed in seeds)
+
+
+def test_mistake_that_does_not_fit_the_code_is_refused() -> None:
+    with pytest.raises(AssertionError, match="occurs 0 times"):
+        replaced("the code", "other code", "")
