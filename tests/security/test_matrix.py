@@ -42,6 +42,7 @@ EVERY_RPC = [(service, method) for service, methods in RPCS.items() for method i
 SHUT = grpc.StatusCode.UNAVAILABLE  # the handshake failed: there is no connection
 NO_TOKEN = grpc.StatusCode.UNAUTHENTICATED
 DENIED = grpc.StatusCode.PERMISSION_DENIED
+LOST_STATUS = "Internal error from Core"  # grpc.aio's own, where a call was refused before its message was written
 REFUSALS = {SHUT, NO_TOKEN, DENIED}
 
 
@@ -72,6 +73,13 @@ async def channel_to(secure: SecureCluster, service: str, files: TlsFiles | None
 
 async def call(secure: SecureCluster, service: str, method: str, files: TlsFiles | None, token: str | None) -> Answer:
     """Make one call with an empty message; a stream is left after its first answer."""
+    while True:
+        answer = await _call(secure, service, method, files, token)
+        if answer.details != LOST_STATUS:
+            return answer
+
+
+async def _call(secure: SecureCluster, service: str, method: str, files: TlsFiles | None, token: str | None) -> Answer:
     metadata = () if token is None else (("authorization", f"Bearer {token}"),)
     kind = RPCS[service][method]
     async with channel_to(secure, service, files) as channel:
