@@ -13,6 +13,7 @@ from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.service import Coordinator
 from coordinator.servicer import GenerationServicer
+from coordinator.session_ids import SessionIds
 from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore, open_store
 from coordinator.settings import CoordinatorSettings
@@ -20,9 +21,11 @@ from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
 from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
+from specdec.serving.security.tls import log_reload
 from specdec.serving.server import Server, run_process, supervised
 from specdec.serving.settings import load
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
+from specdec.tls import watched
 from specdec.v1 import generation_pb2_grpc
 
 SERVICE = "specdec.v1.GenerationService"
@@ -47,7 +50,8 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         stack.callback(prompts.close)
         limits = RequestLimits(settings.max_new_tokens, settings.max_draft_tokens)
         service = Coordinator(workers, prompts, store, running, limits)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service), server.grpc)
+        servicer = GenerationServicer(service, SessionIds(await store.secret()))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         await workers.capabilities.ready()
         async with (
             supervised(server, "capabilities", workers.capabilities.watch()),
@@ -59,7 +63,7 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
 
 @asynccontextmanager
 async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionStore]:
-    store = open_store(settings.store, settings.session_ttl_s)
+    store = open_store(settings.store, settings.session_ttl_s, settings.store_password_file)
     try:
         await store.ping()
         yield store
@@ -68,11 +72,15 @@ async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionS
 
 
 async def _opened_workers(settings: CoordinatorSettings, tokenizer: str, stack: AsyncExitStack) -> Workers:
-    channel = await stack.enter_async_context(open_worker_channel(settings.target, "specdec.v1.TargetService"))
+    files = settings.worker_tls
+    tls = watched(files, log_reload) if files else None
+    channel = open_worker_channel(settings.target, "specdec.v1.TargetService", tls, settings.target_tls_name)
+    await stack.enter_async_context(channel)
     target = TargetWorkers(channel, settings.score_timeout_s, settings.target_patience_s)
     draft = None
     if settings.draft:
-        channel = await stack.enter_async_context(open_worker_channel(settings.draft, "specdec.v1.DraftService"))
+        channel = open_worker_channel(settings.draft, "specdec.v1.DraftService", tls, settings.draft_tls_name)
+        await stack.enter_async_context(channel)
         draft = DraftWorkers(channel, settings.draft_timeout_s)
     return Workers(target, draft, WorkerCapabilities(target, draft, tokenizer))
 

@@ -13,6 +13,7 @@ from specdec.errors import InvalidArgumentError, ModelMismatchError, SpecdecErro
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 from specdec.serving.telemetry import get_logger
+from specdec.tls import handshake_problem
 from specdec.types import ModelInfo
 
 RETRY = RetryPolicy(first_s=0.2, maximum_s=2.0)  # while a kind of worker does not answer
@@ -159,8 +160,10 @@ class WorkerCapabilities:
         if newest and newest != before:
             get_logger().info("target_model", name=newest.name, fingerprint=newest.fingerprint)
         if not models:
-            reasons = sorted({answer.reason for answer in answers if isinstance(answer, SpecdecError)})
-            get_logger().warning("target_unavailable", reasons=reasons)
+            failures = [answer for answer in answers if isinstance(answer, SpecdecError)]
+            reasons = sorted({failure.reason for failure in failures})
+            cause = handshake_problem(failures[0].message) if failures else None
+            get_logger().warning("target_unavailable", reasons=reasons, **({"cause": cause} if cause else {}))
         return bool(models)
 
     async def _target_model(self, route: int) -> ModelInfo | SpecdecError:

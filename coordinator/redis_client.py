@@ -3,11 +3,14 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import AbstractBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import AuthenticationError, RedisError, ResponseError
 
 from specdec.errors import UnavailableError
@@ -18,6 +21,7 @@ SOCKET_TIMEOUT_S = 2.0
 NUM_RETRIES = 5
 RETRY = RetryPolicy(first_s=0.02, maximum_s=0.5)
 MAX_CALLS = 64  # at once, each on its own connection; Redis executes them one by one
+KEEPS_ALL = "noeviction"
 MAX_WAIT_S = 15.0  # for one of them to end: longer than a call with all of its retries takes
 
 
@@ -58,6 +62,19 @@ class RedisClient:
         """Return once Redis answered. Raises UnavailableError."""
         await self._call(self.redis.ping)
 
+    async def refuse_eviction(self) -> None:
+        """Raise ValueError for a Redis that gives up sessions when it is full. Raises UnavailableError."""
+        try:
+            facts = await self._call(lambda: self.redis.info("memory"))
+        except UnavailableError as error:
+            if not isinstance(error.__cause__, ResponseError):
+                raise
+            return  # the embedded one, or one whose rights do not include the question
+        policy = str(facts.get("maxmemory_policy", KEEPS_ALL))
+        if policy != KEEPS_ALL:
+            problem = f"the Redis of --store gives up sessions when it is full (maxmemory-policy {policy})"
+            raise ValueError(f"{problem}; set maxmemory-policy {KEEPS_ALL}")
+
     async def close(self) -> None:
         """Close the connections."""
         await self.redis.aclose()
@@ -89,14 +106,55 @@ class PolicyBackoff(AbstractBackoff):
         return RETRY.pause_s(failures, 0.0, self._outside.uniform()) or 0.0
 
 
-def open_redis(url: str) -> RedisClient:
+class PasswordFile(CredentialProvider):
+    """A user's password in a file, read for each connection: it may be replaced."""
+
+    def __init__(self, username: str | None, path: Path) -> None:
+        self._username, self._path = username, path
+        self._password()
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return the password, with the user's name if there is one."""
+        return (self._username, self._password()) if self._username else (self._password(),)
+
+    def _password(self) -> str:
+        try:
+            return self._path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not text"
+            raise ValueError(f"--store-password-file {self._path} cannot be read ({reason})") from None
+
+
+def open_redis(url: str, password_file: Path | None = None) -> RedisClient:
     """Return a client of the Redis at a URL, or of the embedded one. Raises ValueError for a URL that is wrong."""
     if url == "embedded":
         return RedisClient(_embedded())
+    options: dict[str, Any] = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
+    if password_file is not None:
+        url, username = _without_user(url)
+        options["credential_provider"] = PasswordFile(username, password_file)
     retry = Retry(PolicyBackoff(), NUM_RETRIES)
-    redis = Redis.from_url(url, retry=retry, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
+    try:
+        redis = Redis.from_url(url, retry=retry, **options)
+    except ValueError as error:
+        raise ValueError(url_problem(url, error)) from None
     _check_options(redis)
     return RedisClient(redis)
+
+
+def url_problem(url: str, error: Exception) -> str:
+    """Return a sentence about a URL that is wrong; a part of a password is not quoted."""
+    if "@" not in url:
+        return f"--store is no address of a Redis: {error}"
+    return "--store is no address of a Redis; in a user's name or password write / as %2F, @ as %40, : as %3A, % as %25"
+
+
+def _without_user(url: str) -> tuple[str, str | None]:
+    """Return the URL without its user, and the user's name. Raises ValueError if it has a password too."""
+    parts = urlsplit(url)
+    if parts.password is not None:
+        raise ValueError("--store has a password, and --store-password-file too; give one of them")
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])), unquote(parts.username or "") or None
 
 
 def _embedded() -> Redis:

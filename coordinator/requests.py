@@ -1,10 +1,12 @@
 """Requests to values: parameters checked against the model and the operator's limits, identity of a request."""
 
 import hashlib
+import re
 from dataclasses import dataclass, replace
 
 from coordinator.generation import Limits
 from coordinator.prompts import EncodedPrompt, Prompts
+from coordinator.session_ids import SessionName
 from specdec import messages
 from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
@@ -13,6 +15,7 @@ from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 255
+SESSION_ID = re.compile(r"[\w.-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ def restored(data: bytes) -> tuple[SamplingParams, SpeculationParams]:
 
 async def plan(
     request: generation_pb2.GenerateRequest,
+    session: SessionName,
     prompts: Prompts,
     target: ModelInfo,
     limits: RequestLimits,
@@ -63,7 +67,7 @@ async def plan(
     _check_draft_length(speculation, limits)
     sampling = resolved(sampling, limits.max_new_tokens, outside)
     prompt = await prompts.encode(request, target)
-    return Plan(session_id(request.request_id, outside), fingerprint(request), prompt, sampling, speculation)
+    return Plan(session.stored, fingerprint(request), prompt, sampling, speculation)
 
 
 def known_session(session_id: str) -> str:
@@ -71,6 +75,8 @@ def known_session(session_id: str) -> str:
     if not session_id:
         raise InvalidArgumentError({"session_id": "is empty; take it from a chunk of the session"})
     messages.check_id("session_id", session_id, messages.MAX_NAME_CHARACTERS)
+    if not SESSION_ID.fullmatch(session_id):  # it is logged, and may be no text of the caller's choice
+        raise InvalidArgumentError({"session_id": "is none that this service gives out; take it from a chunk"})
     return session_id
 
 
@@ -95,13 +101,6 @@ def limits(sampling: SamplingParams, target: ModelInfo) -> Limits:
     """Return where a generation must end."""
     assert sampling.max_new_tokens is not None
     return Limits(sampling.max_new_tokens, target.context_length, frozenset(target.eos_token_ids))
-
-
-def session_id(request_id: str, outside: Outside = REAL) -> str:
-    """Return the session that belongs to an idempotency key, the same at every coordinator; a random one without."""
-    if not request_id:
-        return f"{outside.random_bits(128):032x}"
-    return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()
 
 
 def fingerprint(request: generation_pb2.GenerateRequest) -> bytes:

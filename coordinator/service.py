@@ -11,6 +11,7 @@ from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.running import Ending, RunningGeneration, WorkerHandles
+from coordinator.session_ids import SessionName
 from coordinator.session_workers import SessionWorkers, Workers
 from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore, Status
 from coordinator.streams import SessionOpening
@@ -56,18 +57,17 @@ class Coordinator:
         self._outside = outside
         self._session_workers = SessionWorkers(workers, limits.max_draft_tokens)
 
-    async def begin(self, request: generation_pb2.GenerateRequest) -> str:
-        """Check a request, create its session unless it exists, and return the session's id.
+    async def begin(self, request: generation_pb2.GenerateRequest, session: SessionName) -> None:
+        """Check a request, and create its session unless it exists.
 
         Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
         """
         target = self.capabilities.target
-        plan = await requests.plan(request, self._prompts, target, self.limits, self._outside)
+        plan = await requests.plan(request, session, self._prompts, target, self.limits, self._outside)
         if plan.speculation.num_draft_tokens != 0 and self._has_draft_workers:
             self.capabilities.session_drafters(plan.speculation.drafter)
         self._running.check_room(plan.session_id)
         await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
-        return plan.session_id
 
     async def follow(
         self, session_id: str, offset: int, digest: bytes

@@ -11,10 +11,12 @@ from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.requests import known_session
 from coordinator.running import Ending
 from coordinator.service import Coordinator, StoredSession
+from coordinator.session_ids import SessionIds, SessionName
 from coordinator.sessions import Status
 from specdec import messages
 from specdec.errors import SpecdecError
 from specdec.outside import REAL, Outside
+from specdec.serving.security.caller import current_tenant
 from specdec.serving.telemetry import get_logger
 from specdec.serving.writing import Writer
 from specdec.v1 import generation_pb2 as pb
@@ -32,40 +34,43 @@ Send = Callable[[pb.GenerateResponse], Awaitable[None]]
 class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     """The public service."""
 
-    def __init__(self, coordinator: Coordinator, outside: Outside = REAL) -> None:
+    def __init__(self, coordinator: Coordinator, ids: SessionIds, outside: Outside = REAL) -> None:
         self._coordinator = coordinator
+        self._ids = ids
         self._outside = outside
 
     # grpc.aio also takes handlers that write instead of yielding, and those see a cancelled call at once
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a new session, or attach to the one that has this request_id."""
         with _Request("Generate", self._outside) as record:
-            record.session_id = await self._coordinator.begin(request)
-            await self._stream(record.session_id, 0, b"", Writer(context).write, record)
+            # an id that is too long is refused by `begin`, and hashed to no end until then
+            session = self._ids.of_request(current_tenant(), request.request_id)
+            await self._coordinator.begin(request, session)
+            record.session_id = session.stored
+            await self._stream(session, 0, b"", Writer(context).write, record)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from the client's offset."""
         with _Request("Resume", self._outside) as record:
-            record.session_id = known_session(request.session_id)
-
+            session = _known(request.session_id, record)
             writer = Writer(context)
 
             async def resume(chunk: pb.GenerateResponse) -> None:
                 await writer.write(pb.ResumeResponse(chunk=chunk))
 
-            await self._stream(request.session_id, request.offset, request.digest, resume, record)
+            await self._stream(session, request.offset, request.digest, resume, record)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
         with _Request("GetSession", self._outside) as record:
-            record.session_id = known_session(request.session_id)
-            return session_to_proto(await self._coordinator.read(request.session_id))
+            session = _known(request.session_id, record)
+            return session_to_proto(session.public, await self._coordinator.read(session.stored))
 
     async def CancelSession(self, request: pb.CancelSessionRequest, context: Any) -> pb.CancelSessionResponse:
         """End a session."""
         with _Request("CancelSession", self._outside) as record:
-            record.session_id = known_session(request.session_id)
-            status = await self._coordinator.cancel(request.session_id)
+            session = _known(request.session_id, record)
+            status = await self._coordinator.cancel(session.stored)
             return pb.CancelSessionResponse(status=_STATUS[status])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
@@ -79,11 +84,18 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_draft_tokens=self._coordinator.limits.max_draft_tokens,
             )
 
-    async def _stream(self, session_id: str, offset: int, digest: bytes, send: Send, record: "_Request") -> None:
-        async with aclosing(self._coordinator.follow(session_id, offset, digest)) as chunks:
+    async def _stream(self, session: SessionName, offset: int, digest: bytes, send: Send, record: "_Request") -> None:
+        async with aclosing(self._coordinator.follow(session.stored, offset, digest)) as chunks:
             async for chunk, ending in chunks:
-                await send(chunk_to_proto(session_id, chunk, ending))
+                await send(chunk_to_proto(session.public, chunk, ending))
                 record.wrote(chunk, ending)
+
+
+def _known(session_id: str, record: "_Request") -> SessionName:
+    """Return the names of a session by its id from a client. Raises InvalidArgumentError for what cannot be one."""
+    session = SessionName.of(current_tenant(), known_session(session_id))
+    record.session_id = session.stored
+    return session
 
 
 def chunk_to_proto(session_id: str, chunk: CommittedChunk, ending: Ending | None) -> pb.GenerateResponse:
@@ -109,11 +121,11 @@ def _logprobs_to_proto(emitted: OutputToken) -> list[pb.TokenLogprobs]:
     return [pb.TokenLogprobs(logprob=emitted.logprobs.logprob, top=top)]
 
 
-def session_to_proto(stored: StoredSession) -> pb.GetSessionResponse:
-    """Convert."""
+def session_to_proto(session_id: str, stored: StoredSession) -> pb.GetSessionResponse:
+    """Convert; `session_id` is the client's name of it."""
     session = stored.session
     return pb.GetSessionResponse(
-        session_id=session.session_id,
+        session_id=session_id,
         status=_STATUS[session.status],
         epoch=session.epoch,
         num_prompt_tokens=len(session.prompt),

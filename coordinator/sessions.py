@@ -6,10 +6,12 @@ else. A commit whose reply was lost is recognised when it is repeated, so the cl
 The embedded store is fakeredis in this process, running the same Lua (coordinator/redis_client.py).
 """
 
+import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from google.protobuf.message import DecodeError
 from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
 from coordinator.redis_client import RedisClient, open_redis
+from coordinator.session_ids import SECRET_BYTES
 from specdec import messages
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, UnavailableError
 from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
@@ -25,6 +28,7 @@ from specdec.v1 import generation_pb2, types_pb2
 
 # what a script says to an owner, and the length of such a reply
 OUTCOMES = [(b"committed", 1), (b"alive", 1), (b"cancelled", 1), (b"gone", 1), (b"fenced", 2), (b"conflict", 2)]
+SECRET_KEY = "specdec:secret"
 UNSTARTED_STATISTICS = generation_pb2.Statistics().SerializeToString()
 
 
@@ -74,10 +78,17 @@ class SessionStore:
         self._create = redis.script("create", lambda reply: reply in (b"created", b"exists", b"conflict"))
         self._commit, self._heartbeat = redis.script("commit", _is_outcome), redis.script("heartbeat", _is_outcome)
         self._claim, self._cancel = redis.script("claim", _is_contents), redis.script("cancel", _is_status)
+        self._secret = redis.script("secret", lambda reply: isinstance(reply, bytes) and len(reply) == SECRET_BYTES)
 
     async def ping(self) -> None:
-        """Return once Redis answered."""
+        """Return once Redis answered. Raises ValueError for one that gives up sessions when it is full."""
         await self._redis.ping()
+        await self._redis.refuse_eviction()
+
+    async def secret(self) -> bytes:
+        """Return the secret that keys session ids; it stays as long as the store."""
+        secret: bytes = await self._secret([SECRET_KEY], [secrets.token_bytes(SECRET_BYTES)])
+        return secret
 
     async def close(self) -> None:
         """Close the connections."""
@@ -162,9 +173,9 @@ class SessionStore:
             raise UnavailableError(f"the session store gave a malformed session ({type(error).__name__})") from error
 
 
-def open_store(url: str, ttl_s: float) -> SessionStore:
+def open_store(url: str, ttl_s: float, password_file: Path | None = None) -> SessionStore:
     """Return the store at a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
-    return SessionStore(open_redis(url), ttl_s)
+    return SessionStore(open_redis(url, password_file), ttl_s)
 
 
 def keys(session_id: str) -> list[str]:

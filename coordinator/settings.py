@@ -1,15 +1,19 @@
 """Settings of the coordinator."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from specdec.channel import MAX_REQUEST_BYTES
-from specdec.serving.settings import ServiceSettings
+from specdec.channel import MAX_REQUEST_BYTES, is_loopback
+from specdec.serving.settings import ClientFacingSettings
+from specdec.tls import TlsFiles
 from specdec.types import MAX_DRAFT_TOKENS
 
 
-class CoordinatorSettings(ServiceSettings):
+class CoordinatorSettings(ClientFacingSettings):
     """The coordinator: `python -m coordinator`."""
 
     max_request_bytes: ClassVar[int] = MAX_REQUEST_BYTES
@@ -18,6 +22,9 @@ class CoordinatorSettings(ServiceSettings):
     draft: str | None = Field("127.0.0.1:50052", description="address of the draft workers; empty: plain decoding")
     tokenizer: str = Field(..., description="hub id or folder of the target model; only its tokenizer is read")
     store: str = Field("embedded", description="embedded, or redis://, rediss:// or unix:// for sessions in Redis")
+    store_password_file: Path | None = Field(
+        None, description="file with the password of the store's user; read again for each connection"
+    )
     session_ttl_s: float = Field(3600.0, ge=1, description="seconds that a session is kept after its last commit")
     max_sessions: int = Field(
         1024, ge=1, description="maximum number of sessions generated at once; more: RESOURCE_EXHAUSTED"
@@ -31,6 +38,46 @@ class CoordinatorSettings(ServiceSettings):
     draft_timeout_s: float = Field(2.0, gt=0, description="a draft worker that takes longer is done without")
     score_timeout_s: float = Field(60.0, gt=0, description="a target worker that takes longer is tried again")
     target_patience_s: float = Field(30.0, ge=0, description="seconds a session waits for a target worker to be back")
+    worker_tls_ca: Path | None = Field(
+        None, description="PEM file of authorities; workers need a certificate of one of them. Unset: plain text"
+    )
+    worker_tls_certificate: Path | None = Field(
+        None, description="PEM file with the certificate that workers are shown; unset: --tls-certificate"
+    )
+    worker_tls_key: Path | None = Field(None, description="PEM file with its key; unset: --tls-key")
+    target_tls_name: str | None = Field(
+        None, description="name in the target workers' certificates; unset: the host of --target"
+    )
+    draft_tls_name: str | None = Field(
+        None, description="name in the draft workers' certificates; unset: the host of --draft"
+    )
+
+    @property
+    def worker_tls(self) -> TlsFiles | None:
+        """The files for TLS to the workers. Raises TlsError for a certificate without its key."""
+        if self.worker_tls_ca is None:
+            return None
+        own = self.worker_tls_certificate is None and self.worker_tls_key is None
+        certificate, key = (
+            (self.tls_certificate, self.tls_key) if own else (self.worker_tls_certificate, self.worker_tls_key)
+        )
+        return TlsFiles(self.worker_tls_ca, certificate, key)
+
+    def problems(self) -> Iterator[str]:
+        """Give a sentence for each combination of settings that is refused."""
+        yield from super().problems()
+        if (self.worker_tls_certificate is None) != (self.worker_tls_key is None):
+            yield "--worker-tls-certificate and --worker-tls-key belong together; give both or neither"
+        if self.insecure:
+            return
+        if self.worker_tls_ca is None:
+            for flag, address in (("--target", self.target), ("--draft", self.draft)):
+                if address and not is_loopback(address):
+                    remedy = "give --worker-tls-ca, or say --insecure"
+                    yield f"{flag} is {address}, where others can read and change plain text; {remedy}"
+        store = urlsplit(self.store)
+        if store.scheme == "redis" and not is_loopback(store.hostname or ""):
+            yield "--store is redis:// on another machine, in plain text; give rediss://, or say --insecure"
 
 
 SETTINGS = CoordinatorSettings

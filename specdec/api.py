@@ -23,6 +23,7 @@ from specdec.request import ChatMessage
 from specdec.retry import Retry
 from specdec.stream import AsyncStream
 from specdec.sync_client import Client, Stream
+from specdec.tls import TlsFiles
 from specdec.types import (
     AcceptanceRuleName,
     FinishReason,
@@ -66,6 +67,7 @@ __all__ = [
     "SpeculationParams",
     "Statistics",
     "Stream",
+    "TlsFiles",
     "TokenLogprobs",
     "TokenOrigin",
     "UnauthenticatedError",

@@ -1,6 +1,7 @@
 """Channels to a specdec service: message limits, keepalive, reconnection."""
 
 import re
+from ipaddress import ip_address
 
 import grpc
 
@@ -24,6 +25,7 @@ CLIENT_OPTIONS = tuple((dict(CHANNEL_OPTIONS) | {"grpc.min_reconnect_backoff_ms"
 
 # names that gRPC resolves by itself; their forms are grpc's
 _RESOLVED = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
+_PLACES = re.compile(r"(?:dns|ipv4|ipv6):(?://[^/]*/)?(?P<rest>.*)")
 _HOST_AND_PORT = re.compile(r"(\[[^\[\]]+\]|[^:/\[\]\s]+):(\d{1,5})")
 
 
@@ -51,3 +53,25 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
     return grpc.aio.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address stays on this machine: a host, with or without port, or what grpc resolves."""
+    if address.startswith(("unix:", "unix-abstract:")):
+        return True
+    found = _PLACES.fullmatch(address)
+    places = found["rest"].split(",") if found else [address]
+    return all(_is_loopback_host(_host(place)) for place in places)
+
+
+def _host(place: str) -> str:
+    if place.startswith("["):
+        return place[1:].partition("]")[0]
+    return place.rpartition(":")[0] if place.count(":") == 1 else place
+
+
+def _is_loopback_host(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

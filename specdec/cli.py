@@ -25,6 +25,7 @@ from specdec.outage import OutageNotice
 from specdec.parameters import MAX_UINT32, Number, WholeNumber
 from specdec.planning import command as planning
 from specdec.request import MAX_TIMEOUT_S, ChatMessage
+from specdec.security_flags import add_security_flags, print_new_token, security_of
 from specdec.stream import AsyncStream
 from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
 
@@ -67,6 +68,8 @@ def parser(*, with_up: bool = False) -> Parser:
     _finish(model, _model)
     planning.add(commands, _finish_offline)
     accounting.add(commands, _finish_offline, _config_folder)
+    token = commands.add_parser("token", help="make a bearer token, and the hash that the service's tokens file needs")
+    _finish_offline(token, print_new_token)
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(work=_version)
     up = commands.add_parser("up", help="run the services on this machine", description=UP_DESCRIPTION)
@@ -147,6 +150,7 @@ def _finish(command: argparse.ArgumentParser, work: Command) -> None:
         metavar="SECONDS",
         help=f"give up after this time; until then a broken connection is tried again (default: {DEFAULT_TIMEOUT_S:g})",
     )
+    add_security_flags(command)
     command.set_defaults(work=work)
 
 
@@ -267,7 +271,8 @@ def _config_folder(name: str) -> Path:
 @asynccontextmanager
 async def _connected(flags: argparse.Namespace) -> AsyncIterator[tuple[AsyncClient, OutageNotice]]:
     outage = OutageNotice(_say_beside_output)
-    async with AsyncClient(flags.address, timeout_s=flags.timeout_s, on_retry=outage.retrying) as client:
+    security = security_of(flags)
+    async with AsyncClient(flags.address, timeout_s=flags.timeout_s, on_retry=outage.retrying, **security) as client:
         try:
             await client.connect()
         except UnavailableError as error:

@@ -28,6 +28,7 @@ from specdec.completion import (
 from specdec.connection import Connection, Metadata
 from specdec.errors import InvalidArgumentError
 from specdec.parameters import MAX_UINT32, WholeNumber
+from specdec.reloading_channel import ReloadingChannel
 from specdec.request import (
     Messages,
     chat_request,
@@ -37,12 +38,15 @@ from specdec.request import (
     generate_request,
     merge_sampling,
     prompt_request,
+    refuse_plain_text,
     resume_request,
 )
 from specdec.retry import Retry, RetryPolicy
 from specdec.stream import AsyncStream
+from specdec.tls import TlsFiles, watched
 from specdec.types import SamplingKeywords, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
+from specdec.watched import WatchedError
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
@@ -53,10 +57,12 @@ class AsyncClient:
 
     Used with `async with`, or without and ended with `close`. The connection opens with the first call.
 
-    `address`: host:port, or a name that gRPC resolves, as dns:///host:port or unix:path. `credentials`: for TLS; None:
-    plain text. `metadata`: sent with each call, as {"authorization": "Bearer ..."}. `channel`: used instead of one to
-    `address`, and left open by `close`; or a function that opens one, which `close` closes. `timeout_s`: the deadline
-    of each call, its retries included, unless the call has its own. `max_retries`: consecutive failed attempts; None:
+    `address`: host:port, or a name that gRPC resolves, as dns:///host:port or unix:path. `tls`: the files to trust and
+    to show; files that are replaced count for the next call. `credentials`: instead of `tls`, those of grpc. Without
+    either it is plain text, which is refused off loopback unless `insecure` is True. `token`: a bearer token, or a
+    function that returns it, called for each attempt. `metadata`: sent with each call. `channel`: used instead of one
+    to `address`, and left open by `close`; or a function that opens one, which `close` closes. `timeout_s`: deadline of
+    each call, its retries included, unless the call has its own. `max_retries`: consecutive failed attempts; None:
     as many as fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has
     answered yet. `on_retry`: called before each pause after which a call is tried again; what it raises ends the call.
 
@@ -68,7 +74,10 @@ class AsyncClient:
         self,
         address: str = DEFAULT_ADDRESS,
         *,
+        tls: TlsFiles | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | Callable[[], str] | None = None,
+        insecure: bool = False,
         metadata: Metadata = (),
         channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -79,12 +88,15 @@ class AsyncClient:
         if max_retries is not None and (problem := WholeNumber(0, MAX_UINT32).problem(max_retries)):
             raise InvalidArgumentError({"max_retries": problem})
         self.address = address if channel is not None else checked_address(address)
+        if channel is None and tls is None and credentials is None and not insecure:
+            refuse_plain_text(address)
         self._timeout_s = checked_timeout_s(timeout_s)
         self._connection = Connection(
             address,
-            open_channel=_opener(address, credentials, channel),
+            open_channel=_opener(address, credentials, channel, tls),
             closes_channel=not isinstance(channel, grpc.aio.Channel),
             metadata=metadata,
+            token=(lambda: token) if isinstance(token, str) else token,
             policy=RetryPolicy(max_failures=None if max_retries is None else max_retries + 1),
             connect_timeout_s=checked_timeout_s(connect_timeout_s, "connect_timeout_s"),
             on_retry=on_retry,
@@ -231,7 +243,18 @@ def _opener(
     address: str,
     credentials: grpc.ChannelCredentials | None,
     channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None,
+    tls: TlsFiles | None,
 ) -> Callable[[], grpc.aio.Channel]:
-    if channel is None:
+    if tls is not None and (credentials is not None or channel is not None):
+        raise InvalidArgumentError({"tls": "is given beside credentials or a channel; give one of them"})
+    if isinstance(channel, grpc.aio.Channel):
+        return lambda: channel
+    if channel is not None:
+        return channel
+    if tls is None:
         return lambda: open_channel(address, credentials)
-    return (lambda: channel) if isinstance(channel, grpc.aio.Channel) else channel
+    try:
+        files = watched(tls)
+    except WatchedError as error:
+        raise InvalidArgumentError({"tls": f"is not usable: {error}"}) from None
+    return lambda: ReloadingChannel(files, lambda credentials: open_channel(address, credentials))

@@ -21,6 +21,7 @@ from specdec.errors import (
 )
 from specdec.outside import REAL, Outside
 from specdec.retry import Attempts, Retry, RetryPolicy
+from specdec.tls import handshake_problem
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
@@ -43,6 +44,7 @@ class Connection:
         open_channel: Callable[[], grpc.aio.Channel],
         closes_channel: bool,
         metadata: Metadata,
+        token: Callable[[], str] | None = None,
         policy: RetryPolicy,
         connect_timeout_s: float,
         on_retry: Callable[[Retry], None] | None = None,
@@ -51,7 +53,8 @@ class Connection:
         self.address = address
         self._open, self._closes_channel = open_channel, closes_channel
         pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
-        self._metadata = tuple((key.lower(), value) for key, value in pairs)
+        self._static_metadata = tuple((key.lower(), value) for key, value in pairs)
+        self._token = token
         self._channel: grpc.aio.Channel | None = None
         self._policy = policy
         self._connect_timeout_s = connect_timeout_s
@@ -60,6 +63,13 @@ class Connection:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_connected = False  # a specdec server has answered
         self._is_closed = False
+
+    @property
+    def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """What is sent with a call; the token is asked for each time, as it may have been replaced."""
+        if self._token is None:
+            return self._static_metadata
+        return (*self._static_metadata, ("authorization", f"Bearer {self._token()}"))
 
     async def connect(self) -> None:
         """Connect now. Raises UnavailableError at once if no server answers."""
@@ -74,7 +84,8 @@ class Connection:
     async def _raise_why(self) -> None:
         """Make a call on a channel that has failed: its error has the reason, which the channel's state has not."""
         try:
-            await self._stub().GetModel(generation_pb2.GetModelRequest(), timeout=self._connect_timeout_s)
+            request, timeout_s = generation_pb2.GetModelRequest(), self._connect_timeout_s
+            await self._stub().GetModel(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raise self._failure(error, self._connect_timeout_s, None) from error
 
@@ -199,6 +210,8 @@ class Connection:
 def _reason(error: grpc.aio.AioRpcError) -> str:
     """Return the last cause in grpc's chain of them, as " (Connection refused)"; empty where it names none."""
     details = error.details() or ""
+    if problem := handshake_problem(details):
+        return f" ({problem})"
     last = details.rpartition(": ")[2].rstrip("]. ")
     cause = details if last.isdigit() else last  # a number alone, as of an HTTP status, says too little
     return f" ({cause})" if cause else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from specdec.channel import MAX_REQUEST_BYTES, address_problem
+from specdec.channel import MAX_REQUEST_BYTES, address_problem, is_loopback
 from specdec.errors import InvalidArgumentError
 from specdec.messages import check_sampling, check_speculation, sampling_to_proto, speculation_to_proto
 from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest_hint, token_id_problem
@@ -124,6 +124,15 @@ def checked_address(address: str) -> str:
     if problem := address_problem(address):
         raise InvalidArgumentError({"address": problem})
     return address
+
+
+def refuse_plain_text(address: str) -> None:
+    """Raise InvalidArgumentError for an address where others can read and change plain text."""
+    if not is_loopback(address):
+        problem = f"is {address!r}, where others can read and change plain text"
+        raise InvalidArgumentError(
+            {"address": f"{problem}; connect with TLS (tls=, --tls-ca), or say insecure (insecure=True, --insecure)"}
+        )
 
 
 def checked_timeout_s(timeout_s: float, name: str = "timeout_s") -> float:

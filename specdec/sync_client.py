@@ -21,6 +21,7 @@ from specdec.connection import Metadata
 from specdec.request import Messages
 from specdec.retry import Retry
 from specdec.stream import AsyncStream
+from specdec.tls import TlsFiles
 from specdec.types import SamplingKeywords, SamplingParams, SpeculationParams
 
 T = TypeVar("T")
@@ -150,7 +151,10 @@ class Client:
         self,
         address: str = DEFAULT_ADDRESS,
         *,
+        tls: TlsFiles | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | Callable[[], str] | None = None,
+        insecure: bool = False,
         metadata: Metadata = (),
         channel: Callable[[], grpc.aio.Channel] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -161,7 +165,10 @@ class Client:
         self.address = address
         self._client = AsyncClient(
             address,
+            tls=tls,
             credentials=credentials,
+            token=token,
+            insecure=insecure,
             metadata=metadata,
             channel=channel,
             timeout_s=timeout_s,

@@ -1,4 +1,4 @@
-"""Servers and channels: health, reflection, errors to status codes, limits, drain.
+"""Servers: TLS, the gate, health, reflection, errors to status codes, limits, drain.
 
 A server's life: listen (health "" SERVING, its services NOT_SERVING, every call UNAVAILABLE), load, ready, then at
 SIGTERM: not serving, drain, close.
@@ -20,6 +20,8 @@ from grpc_reflection.v1alpha import reflection
 from specdec.channel import MAX_MESSAGE_BYTES
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.serving.background import leave
+from specdec.serving.security.gate import Gate, gate_of
+from specdec.serving.security.tls import server_credentials
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
 from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
@@ -31,7 +33,8 @@ _SERVER_OPTIONS = (
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a few compressed bytes could become a large message
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.max_concurrent_streams", 16_384),
+    # the limit above alone refuses by chance what is a little larger
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
@@ -46,54 +49,49 @@ class CannotServe(Exception):
     """The service cannot start, or cannot continue. The message is for the operator."""
 
 
-class Malformed:
-    """Replaces a message that could not be parsed, until the handler refuses it."""
-
-
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Turns exceptions into status codes, the same way for every call, and refuses calls until the server is ready."""
+    """Turns exceptions into status codes, the same way for every call, and refuses calls until the server is ready.
 
-    def __init__(self) -> None:
+    The gate is asked first, before a message is parsed. Where every caller is admitted, health and reflection stay as
+    they are.
+    """
+
+    def __init__(self, gate: Gate) -> None:
         self.ready = False
+        self._gate = gate
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the method's handler; health and reflection stay as they are."""
-        method = handler_call_details.method
-        if method.startswith("/grpc."):
+        """Wrap the method's handler."""
+        is_standard = handler_call_details.method.startswith("/grpc.")
+        if is_standard and self._gate.is_open:
             return await continuation(handler_call_details)
-        if not self.ready:
-            return grpc.unary_unary_rpc_method_handler(_refuse)
+        if not self.ready and not is_standard:
+            return _wrapped(grpc.unary_unary_rpc_method_handler(_refuse), self._gate)
         handler = await continuation(handler_call_details)
-        return handler and _wrapped(handler)
+        return handler and _wrapped(handler, self._gate)
 
 
 async def _refuse(request: bytes, context: Any) -> None:
-    await context.abort_with_status(
-        to_status(UnavailableError("the server is loading or shutting down; try again soon"))
-    )
+    raise UnavailableError("the server is loading or shutting down; try again soon")
 
 
-def _wrapped(handler: Any) -> Any:
-    def parse(data: bytes) -> Any:
-        try:
-            return handler.request_deserializer(data)
-        except DecodeError:
-            return Malformed()
-
+def _wrapped(handler: Any, gate: Gate) -> Any:
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
     behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
+    parse = handler.request_deserializer or bytes
 
     async def call(request: Any, context: Any) -> Any:
         try:
-            return await behavior(_parsed(request), context)
+            await gate.admit(context)
+            return await _answered(behavior(_parsed(request, parse), context), context)
         except SpecdecError as error:
             failure = error
         except Exception as error:
@@ -105,7 +103,16 @@ def _wrapped(handler: Any) -> Any:
         del failure, request
         await context.abort_with_status(status)
 
-    return make(call, parse, handler.response_serializer)
+    return make(call, bytes, handler.response_serializer)  # parsed in the call, once it is let in
+
+
+async def _answered(answer: Any, context: Any) -> Any:
+    """Return a handler's answer; write those of a handler that yields, as reflection's does."""
+    if not hasattr(answer, "__aiter__"):
+        return await answer
+    async for message in answer:
+        await context.write(message)
+    return None
 
 
 def _where(error: BaseException) -> str:
@@ -116,46 +123,64 @@ def _where(error: BaseException) -> str:
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "unknown"
 
 
-def _parsed(request: Any) -> Any:
-    """Return the request, or the stream of requests; raise InvalidArgumentError for one that could not be parsed."""
-    if isinstance(request, Malformed):
-        raise InvalidArgumentError({"request": "is not a valid message; check field types and that strings are UTF-8"})
-    return _parsed_stream(request) if hasattr(request, "__aiter__") else request
+def _parsed(request: Any, parse: Callable[[bytes], Any]) -> Any:
+    """Return the request, or the stream of requests; raise InvalidArgumentError for one that cannot be parsed."""
+    if hasattr(request, "__aiter__"):
+        return _parsed_stream(request, parse)
+    try:
+        return parse(request)
+    except DecodeError:
+        problem = "is not a valid message; check field types and that strings are UTF-8"
+        raise InvalidArgumentError({"request": problem}) from None
 
 
-async def _parsed_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _parsed_stream(requests: AsyncIterator[Any], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        yield _parsed(request)
+        yield _parsed(request, parse)
 
 
 class Server:
-    """One gRPC server with health and reflection; handlers are added to `grpc` before `set_ready`."""
+    """One gRPC server with health; handlers are added to `grpc` before `set_ready`. Raises WatchedError."""
 
     def __init__(self, settings: ServiceSettings, service: str) -> None:
         self._settings = settings
         self._service = service
-        self._statuses = StatusInterceptor()
+        self._statuses = StatusInterceptor(gate_of(settings))
         self._health = health.aio.HealthServicer()
-        options = (*_SERVER_OPTIONS, ("grpc.max_receive_message_length", settings.max_request_bytes))
+        options = (
+            *_SERVER_OPTIONS,
+            ("grpc.max_receive_message_length", settings.max_request_bytes),
+            ("grpc.max_concurrent_streams", settings.max_streams),
+        )
         self.grpc = grpc.aio.server(interceptors=[self._statuses], options=options)
-        self.port = 0
+        self._probes = grpc.aio.server(options=_SERVER_OPTIONS) if settings.health_port is not None else None
+        self.port = self.health_port = 0
         self.failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def listen(self) -> None:
-        """Open the port. Raises CannotServe if it is taken."""
-        address = f"{self._settings.host}:{self._settings.port}"
+        """Open the ports. Raises CannotServe if one is taken, or if the settings are refused."""
+        for problem in self._settings.problems():
+            raise CannotServe(problem)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.grpc)
-        try:
-            self.port = self.grpc.add_insecure_port(address)
-        except RuntimeError:
-            raise CannotServe(
-                f"cannot listen on {address}: the port is in use or not allowed; choose another"
-            ) from None
+        if self._settings.reflection:
+            names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self.grpc)
+        self.port = self._opened(self.grpc, self._settings.port, server_credentials(self._settings))
         await self._health.set(self._service, health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        if self._probes is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+            self.health_port = self._opened(self._probes, self._settings.health_port or 0, None)
+            await self._probes.start()
         await self.grpc.start()
+
+    def _opened(self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None) -> int:
+        address = f"{self._settings.host}:{port}"
+        try:
+            return server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
+        except RuntimeError:
+            problem = "the port is in use or not allowed; choose another"
+            raise CannotServe(f"cannot listen on {address}: {problem}") from None
 
     async def set_ready(self, ready: bool) -> None:
         """Let calls in, or keep new ones out."""
@@ -173,6 +198,12 @@ class Server:
         self._statuses.ready = False
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(self._settings.drain_s)
+
+    async def close(self) -> None:
+        """Close all ports, now."""
+        await self.grpc.stop(0)
+        if self._probes is not None:
+            await self._probes.stop(0)
 
 
 @asynccontextmanager
@@ -204,7 +235,8 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
     """Give a server that is ready; drain and close it at the end. Raises CannotServe if a port is taken."""
     server = Server(settings, service)
     await server.listen()
-    get_logger().info("listening", port=server.port, metrics_port=serve_metrics(settings))
+    facts = {"health_port": server.health_port} if server.health_port else {}
+    get_logger().info("listening", port=server.port, metrics_port=serve_metrics(settings), **facts)
     try:
         async with build(server):
             await server.set_ready(True)
@@ -213,7 +245,7 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
             get_logger().info("draining", drain_s=settings.drain_s)
             await server.stop()
     finally:
-        await server.grpc.stop(0)
+        await server.close()
 
 
 def run_process(

@@ -25,6 +25,7 @@ from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 
 MAX_SESSION_ID_CHARACTERS = 128
+MAX_EPOCH = 1 << 32  # a store counts takeovers one by one: nobody comes here, and nobody is locked out by a higher one
 MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; the least recent is forgotten first
 
 
@@ -225,8 +226,8 @@ def open_session(
 
 def check_open(message: types_pb2.OpenSession, vocab_size: int | None) -> SamplingParams:
     """Check a stream's first message in a worker. Raises InvalidArgumentError."""
-    if not 1 <= len(message.session_id) <= MAX_SESSION_ID_CHARACTERS or message.epoch < 1:
-        needs = f"a session_id of 1 to {MAX_SESSION_ID_CHARACTERS} characters and an epoch of at least 1"
+    if not 1 <= len(message.session_id) <= MAX_SESSION_ID_CHARACTERS or not 1 <= message.epoch <= MAX_EPOCH:
+        needs = f"a session_id of 1 to {MAX_SESSION_ID_CHARACTERS} characters and an epoch from 1 to {MAX_EPOCH}"
         raise InvalidArgumentError({"open": f"needs {needs}"})
     if not message.sampling.HasField("seed"):
         raise InvalidArgumentError({"open.session.sampling.seed": "is unset; workers need the resolved seed"})

@@ -5,14 +5,17 @@ Nothing unknown is accepted: a flag or variable that no setting owns stops the s
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
-from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.channel import MAX_MESSAGE_BYTES, is_loopback
 from specdec.parameters import nearest_hint
 
 ENV_PREFIX = "SPECDEC_"
@@ -36,6 +39,7 @@ class ServiceSettings(BaseSettings):
         cli_exit_on_error=False,
     )
     max_request_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
+    needs_client_certificates: ClassVar[bool] = True  # where it serves TLS
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all IPv4, [::] for all")
     port: Port = Field(50051, description="port to listen on; 0 takes a free one and logs it")
@@ -43,6 +47,84 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event logged")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text for people")
     drain_s: float = Field(20.0, ge=0, le=3600, description="seconds that running calls get to end at shutdown")
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with this service's certificate and its chain; replaced files count within a second"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's key")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of authorities; callers need a certificate of one of them"
+    )
+    tls_client_names: str | None = Field(
+        None, description="names (DNS, URI or IP) of which a caller's certificate needs one, comma separated; *: any"
+    )
+    health_port: Port | None = Field(
+        None, description="port for health checks alone, in plain text, for probes without a certificate or token"
+    )
+    max_streams: int = Field(16_384, ge=1, description="maximum number of calls at once on one connection")
+    reflection: bool = Field(False, description="describe the service to tools such as grpcurl")
+    insecure: bool = Field(False, description="allow plain text where others can read and change it: off loopback")
+
+    @property
+    def client_names(self) -> frozenset[str]:
+        """The names of which a caller's certificate needs one."""
+        return frozenset(name.strip() for name in (self.tls_client_names or "").split(",") if name.strip())
+
+    def problems(self) -> Iterator[str]:
+        """Give a sentence for each combination of settings that is refused."""
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            yield "--tls-certificate and --tls-key belong together; give both or neither"
+        if self.tls_client_ca and not self.tls_certificate:
+            yield "--tls-client-ca needs --tls-certificate and --tls-key: without TLS no caller shows a certificate"
+        if bool(self.tls_client_ca) != bool(self.client_names):
+            yield "--tls-client-ca and --tls-client-names belong together; --tls-client-names '*' lets in any name"
+        if self.tls_certificate and not self.tls_client_ca and self.needs_client_certificates:
+            yield "--tls-client-ca is missing: this service knows its callers by their certificates alone"
+        if not self.tls_certificate and not self.insecure and not is_loopback(self.host):
+            yield (
+                f"--host is {self.host}, where others can read and change plain text; give --tls-certificate and "
+                "--tls-key, or say --insecure"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class JwtSettings:
+    """Whose signed tokens count."""
+
+    issuer: str
+    audience: str
+    keys: str
+    tenant_claim: str
+
+
+class ClientFacingSettings(ServiceSettings):
+    """What a service has on top that clients call: their tokens."""
+
+    needs_client_certificates: ClassVar[bool] = False
+
+    max_streams: int = Field(1024, ge=1, description="maximum number of calls at once on one connection")
+    tokens_file: Path | None = Field(
+        None, description="TOML file with the hashes of each tenant's bearer tokens; a replaced file counts at once"
+    )
+    jwt_issuer: str | None = Field(None, description="issuer (iss) whose signed tokens count")
+    jwt_audience: str | None = Field(None, description="audience (aud) that a signed token must be for")
+    jwt_keys: str | None = Field(None, description="the issuer's public keys (JWKS): a file, or an https URL")
+    jwt_tenant_claim: str = Field("sub", description="claim of a signed token that names the tenant")
+
+    @property
+    def jwt(self) -> JwtSettings | None:
+        """Whose signed tokens count, if any do."""
+        if not (self.jwt_issuer and self.jwt_audience and self.jwt_keys):
+            return None
+        return JwtSettings(self.jwt_issuer, self.jwt_audience, self.jwt_keys, self.jwt_tenant_claim)
+
+    def problems(self) -> Iterator[str]:
+        """Give a sentence for each combination of settings that is refused."""
+        yield from super().problems()
+        if self.jwt is None and (self.jwt_issuer or self.jwt_audience or self.jwt_keys):
+            yield "--jwt-issuer, --jwt-audience and --jwt-keys belong together; give all three"
+        keys = urlsplit(self.jwt_keys or "")
+        if keys.scheme == "http" and not is_loopback(keys.hostname or ""):
+            yield "--jwt-keys is an http URL, whose answer others can change; give https"
 
 
 class ModelSettings(ServiceSettings):
@@ -67,11 +149,14 @@ def load(kind: type[SettingsT], program: str, arguments: Sequence[str] | None = 
     try:
         refuse_unknown(flag_names(kind), [flag.split("=")[0] for flag in flags if flag.startswith("--")], "flag")
         refuse_unknown(variable_names(kind), [name for name in os.environ if name.startswith(ENV_PREFIX)], "variable")
-        return CliApp.run(kind, cli_args=flags)
+        settings = CliApp.run(kind, cli_args=flags)
     except ValidationError as error:
         _stop(program, [_sentence(kind, dict(entry)) for entry in error.errors()])
     except (SettingsError, ValueError) as error:
         _stop(program, [str(error)])
+    if problems := list(settings.problems()):
+        _stop(program, problems)
+    return settings
 
 
 def flag_names(kind: type[ServiceSettings]) -> list[str]:

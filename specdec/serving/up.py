@@ -63,6 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     first = checked(WholeNumber(1, 65000, metavar="PORT"))
     add("--metrics-ports", type=first, metavar="PORT", help="first port for Prometheus: coordinator, targets, drafts")
+    add("--insecure", action="store_true", help="allow plain text off loopback, where others can read it")
     drain_s = checked(Number(0, 86_400))
     add(
         "--drain-s",

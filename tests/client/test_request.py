@@ -216,4 +216,4 @@ def test_wrong_address_is_refused(address: Any, remedy: str) -> None:
     ["h:1", "127.0.0.1:50051", "[::1]:50051", "dns:///h:1", "unix:/run/specdec", "ipv4:127.0.0.1:1,127.0.0.2:1"],
 )
 def test_every_form_of_an_address_is_accepted(address: str) -> None:
-    assert AsyncClient(address).address == address
+    assert AsyncClient(address, insecure=True).address == address

@@ -101,6 +101,32 @@ def wrong_probe_port(documents: list[Document]) -> None:
     container(documents, "target")["readinessProbe"]["grpc"]["port"] = 50052
 
 
+@mistake("demo-tls", "Deployment/target: probes have no certificate, and do not ask SPECDEC_HEALTH_PORT")
+def probe_of_the_port_with_tls(documents: list[Document]) -> None:
+    variables(documents, "target")["SPECDEC_HEALTH_PORT"] = "50061"
+
+
+@mistake("demo-tls", "Certificate/draft spec: dnsName is no field of it")
+def misspelt_certificate(documents: list[Document]) -> None:
+    spec = named(documents, "Certificate", "draft")["spec"]
+    spec["dnsName"] = spec["dnsNames"]
+
+
+@mistake("demo-tls", "Deployment/target: its certificate lacks the name target.specdec.svc.cluster.local")
+def certificate_for_another_name(documents: list[Document]) -> None:
+    named(documents, "Certificate", "target")["spec"]["dnsNames"] = ["target"]
+
+
+@mistake("demo-tls", "Deployment/coordinator: nothing issues the secret coordinator-tls")
+def certificate_that_is_not_issued(documents: list[Document]) -> None:
+    named(documents, "Certificate", "coordinator")["spec"]["secretName"] = "other"
+
+
+@mistake("demo", "Deployment/target: settings: --host is 0.0.0.0, where others can read and change plain text")
+def plain_text_that_nobody_allowed(documents: list[Document]) -> None:
+    del variables(documents, "target")["SPECDEC_INSECURE"]
+
+
 @mistake("demo", "Deployment/draft: port grpc is 50052, and SPECDEC_PORT is 50062")
 def wrong_listening_port(documents: list[Document]) -> None:
     variables(documents, "draft")["SPECDEC_PORT"] = "50062"

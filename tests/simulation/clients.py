@@ -6,19 +6,20 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from coordinator import requests
+from coordinator.session_ids import SessionIds
 from specdec.completion import Transcript
 from specdec.connection import Connection
 from specdec.errors import SpecdecError
 from specdec.request import generate_request, prompt_request
 from specdec.retry import Retry, RetryPolicy
+from specdec.serving.security.caller import NO_TENANT
 from specdec.types import FinishReason, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 from tests.simulation.cluster import TARGET, Cluster
 from tests.simulation.engine import VOCAB_SIZE
 from tests.simulation.ledger import Ledger
 from tests.simulation.loop import Process
-from tests.simulation.store import SimulatedRedis
+from tests.simulation.store import SECRET, SimulatedRedis
 
 TIMEOUT_S = 1000.0  # virtual, a follower's in all
 
@@ -144,7 +145,7 @@ def _request(chance: random.Random, number: int) -> generation_pb2.GenerateReque
 
 
 def _announced(store: SimulatedRedis, ledger: Ledger, request: generation_pb2.GenerateRequest) -> Wanted:
-    session_id = requests.session_id(request.request_id)
+    session_id = SessionIds(SECRET).of_request(NO_TENANT, request.request_id).public
     prompt = list(request.tokens.ids)
     is_greedy = request.sampling.temperature == 0
     greedy = TARGET.greedy(prompt, request.sampling.max_new_tokens) if is_greedy else None

@@ -17,6 +17,7 @@ from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.service import Coordinator
 from coordinator.servicer import GenerationServicer
+from coordinator.session_ids import SessionIds
 from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
 from coordinator.target import TargetWorkers
@@ -31,7 +32,7 @@ from tests.simulation.engine import TOKENIZER, VOCAB_SIZE, InlineEngine, ToyLang
 from tests.simulation.ledger import Ledger, Trace
 from tests.simulation.loop import Process, virtual_loop
 from tests.simulation.network import Network
-from tests.simulation.store import SimulatedRedis
+from tests.simulation.store import SECRET, SimulatedRedis
 
 SESSION_TTL_S = 3600.0
 DRAFT_TIMEOUT_S, SCORE_TIMEOUT_S, TARGET_PATIENCE_S = 2.0, 60.0, 30.0  # production's defaults
@@ -102,7 +103,8 @@ class Cluster:
             sessions = SessionStore(redis, SESSION_TTL_S)
             limits = RequestLimits(MAX_NEW_TOKENS, 8)
             service = Coordinator(workers, PROMPTS, sessions, running, limits, outside)
-            generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(service, outside), server)
+            servicer = GenerationServicer(service, SessionIds(SECRET, outside), outside)
+            generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
             await workers.capabilities.ready()
             process.spawn(workers.capabilities.watch(), name="capabilities")
             process.spawn(service.watch(), name="heartbeats")

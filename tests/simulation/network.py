@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import grpc
 
 from specdec.serving.channels import SESSION_METADATA_KEY
+from specdec.serving.security.gate import Gate
 from specdec.serving.server import StatusInterceptor
 from tests.simulation.calls import ClientCall, Pipe, ServerCall
 from tests.simulation.loop import CURRENT, Process, outside_of_processes, virtual_loop
@@ -28,7 +29,7 @@ class Server:
         self.address, self.process = address, process
         self.is_ready = False
         self.calls: dict[Connection, None] = {}
-        self._interceptor = StatusInterceptor()
+        self._interceptor = StatusInterceptor(Gate())
         self._interceptor.ready = True
         self._handlers: dict[str, Any] = {}
 

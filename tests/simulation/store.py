@@ -23,10 +23,12 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from coordinator.redis_client import NUM_RETRIES, SOCKET_TIMEOUT_S, PolicyBackoff
+from coordinator.session_ids import SECRET_BYTES
 from specdec.outside import Outside
 from tests.simulation.loop import CURRENT, outside_of_processes, virtual_loop
 
 LATE_SHARE = 0.003
+SECRET = bytes(SECRET_BYTES)  # of all stores: worlds are the same again
 WALL_CLOCK_S = 1_700_000_000.0  # when worlds begin
 
 

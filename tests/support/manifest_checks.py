@@ -47,12 +47,31 @@ PORT_NAMES = {"grpc": "SPECDEC_PORT", "metrics": "SPECDEC_METRICS_PORT"}
 RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
 
 
+CERT_MANAGER = "cert-manager.io/v1"
+CERT_MANAGER_FIELDS = {
+    "Issuer": frozenset({"selfSigned", "ca", "acme", "vault", "venafi"}),
+    "Certificate": frozenset(
+        {"secretName", "duration", "renewBefore", "privateKey", "usages", "dnsNames", "uris", "issuerRef"}
+        | {"isCA", "commonName", "subject", "ipAddresses", "emailAddresses", "revisionHistoryLimit", "secretTemplate"}
+    ),
+}
+
+
 def schema_problems(documents: Sequence[Document], version: str) -> Iterator[str]:
     """Every field exists in this version of Kubernetes, and has the right type."""
     for document in documents:
-        problem = _schema_problem(json.dumps(document), version)
-        if problem:
+        if document["apiVersion"] == CERT_MANAGER:
+            yield from _cert_manager_problems(document)
+        elif problem := _schema_problem(json.dumps(document), version):
             yield f"{title(document)} {problem}"
+
+
+def _cert_manager_problems(document: Document) -> Iterator[str]:
+    """A certificate or issuer has known fields alone; the validator does not know cert-manager."""
+    spec, allowed = document["spec"], CERT_MANAGER_FIELDS.get(document["kind"], frozenset())
+    yield from (f"{title(document)} spec: {name} is no field of it" for name in sorted(spec.keys() - allowed))
+    if document["kind"] == "Certificate" and not {"secretName", "issuerRef"} <= spec.keys():
+        yield f"{title(document)} spec: secretName or issuerRef is missing"
 
 
 @functools.cache  # a document takes 10 ms
@@ -147,6 +166,9 @@ def _listening_problems(workload: Document, container: Document, variables: Mapp
             yield f"{title(workload)}: port {name} is {ports.get(name)}, and {variable} is {variables.get(variable)}"
         if str(ports.get(name)) not in exposed:
             yield f"{title(workload)}: port {name} is {ports.get(name)}, and its image exposes {exposed}"
+    probed = {probe["grpc"]["port"] for probe in probes(container).values() if "grpc" in probe}
+    if "SPECDEC_TLS_CERTIFICATE" in variables and probed != {int(variables.get("SPECDEC_HEALTH_PORT", 0))}:
+        yield f"{title(workload)}: probes have no certificate, and do not ask SPECDEC_HEALTH_PORT"
     annotations = workload["spec"]["template"]["metadata"].get("annotations", {})
     if annotations.get("prometheus.io/port") != variables.get("SPECDEC_METRICS_PORT"):
         yield f"{title(workload)}: Prometheus is sent to another port than SPECDEC_METRICS_PORT"
@@ -218,7 +240,7 @@ def address_problems(documents: Sequence[Document]) -> Iterator[str]:
             continue
         variables = environment(container, documents)
         for name, variable in (("target", "SPECDEC_TARGET"), ("draft", "SPECDEC_DRAFT"), ("redis", "SPECDEC_STORE")):
-            if variables.get(variable, "") not in _addresses(named(documents, "Service", name)):
+            if variables.get(variable, "").partition("?")[0] not in _addresses(named(documents, "Service", name)):
                 yield f"{title(workload)}: {variable} is {variables.get(variable)}, not Service/{name}"
         if workload["spec"]["replicas"] > 1 and variables.get("SPECDEC_STORE", "embedded") == "embedded":
             yield f"{title(workload)}: several coordinators need one store"
@@ -229,7 +251,7 @@ def _addresses(service: Document) -> list[str]:
     port = service["spec"]["ports"][0]["port"]
     if service["spec"].get("clusterIP") == "None":
         return [f"dns:///{host}:{port}"]
-    return [f"redis://{host}:{port}/0"]
+    return [f"{scheme}://{host}:{port}/0" for scheme in ("redis", "rediss")]
 
 
 def drain_problems(documents: Sequence[Document]) -> Iterator[str]:
@@ -334,6 +356,19 @@ def _container_security_problems(container: Document) -> Iterator[str]:
         yield "has a hostPort"
 
 
+def certificate_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Secrets that are mounted are issued; a service's certificate has the name by which it is reached."""
+    issued = {each["spec"]["secretName"]: each["spec"] for each in of_kind(documents, "Certificate")}
+    for workload in workloads(documents):
+        name = f"{workload['metadata']['name']}.{workload['metadata'].get('namespace')}.svc.cluster.local"
+        for volume in pod(workload).get("volumes", []):
+            secret = volume.get("secret", {}).get("secretName")
+            if secret and secret not in issued:
+                yield f"{title(workload)}: nothing issues the secret {secret}"
+            elif secret and name not in issued[secret]["dnsNames"]:
+                yield f"{title(workload)}: its certificate lacks the name {name}"
+
+
 def redis_problems(documents: Sequence[Document]) -> Iterator[str]:
     """Redis keeps commits on disk, listens on the declared port, fits into its memory, and allows our commands."""
     lines = (
@@ -375,6 +410,7 @@ CHECKS = (
     resource_problems,
     security_problems,
     network_problems,
+    certificate_problems,
     redis_problems,
 )
 

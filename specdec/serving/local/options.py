@@ -38,6 +38,7 @@ class Options:
     draft_threads: int | None = None
     metrics_ports: int | None = None  # the first of consecutive ones: coordinator, targets, drafts
     drain_s: float = 5.0
+    insecure: bool = False  # plain text also where others can listen
 
     @property
     def heads(self) -> dict[str, str]:

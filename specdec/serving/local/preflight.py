@@ -10,6 +10,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from specdec.channel import is_loopback
 from specdec.serving.local.commands import coordinator_command, worker_commands
 from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
 from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
@@ -18,6 +19,7 @@ MODULES = ("coordinator", "target_service", "draft_service")
 STORES = "embedded, redis://HOST:PORT/0, rediss://... (TLS) or unix:///PATH"
 REDIS_SCHEMES = ("redis", "rediss", "unix")
 REDIS_TIMEOUT_S = 5.0
+SECURITY_VARIABLES = tuple(f"{ENV_PREFIX}{name}" for name in ("TLS_", "WORKER_TLS_", "TOKENS_", "JWT_", "HEALTH_PORT"))
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -29,6 +31,7 @@ def check(options: Options, environment: Mapping[str, str]) -> None:
     _check_heads(options)
     _check_variables(environment)
     _check_overridden(options, environment)
+    _check_security(options, environment)
     _check_port(options.host, options.port)
     _check_store(options.store)
 
@@ -95,6 +98,20 @@ def _check_overridden(options: Options, environment: Mapping[str, str]) -> None:
             raise CannotRun(f"{name} has no effect here; unset it, and give the command's own flag (--help)", 2)
 
 
+def _check_security(options: Options, environment: Mapping[str, str]) -> None:
+    """Refuse plain text where others can read it; with TLS or tokens the services are started one by one."""
+    names = [name for name in environment if name.startswith(SECURITY_VARIABLES)]
+    if names:
+        raise CannotRun(f"{names[0]} has no effect here; start the services one by one (docs/security.md)", 2)
+    store = urlsplit(options.store)
+    plain = [] if is_loopback(options.host) else [f"--host is {options.host}"]
+    if store.scheme == "redis" and not is_loopback(store.hostname or ""):
+        plain.append("--store is on another machine")
+    if plain and not options.insecure:
+        remedy = "say --insecure, or start the services one by one, with TLS (docs/security.md)"
+        raise CannotRun(f"{plain[0]}, where others can read and change plain text; {remedy}", 2)
+
+
 def _check_port(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
@@ -127,7 +144,8 @@ def _check_store(store: str) -> None:
     except redis.RedisError as error:
         raise CannotRun(f"the Redis on {place} cannot be used: {error}") from None
     except (ValueError, TypeError) as error:
-        raise CannotRun(f"--store is no address: {error}", 2) from None
+        said = "write / as %2F and @ as %40 in a password" if "@" in store else error  # which it may quote
+        raise CannotRun(f"--store is no address: {said}", 2) from None
 
 
 def _ask_redis(store: str) -> None:
