@@ -10,7 +10,7 @@ import pytest
 from tests.simulation.report import how_to_repeat, report
 from tests.simulation.world import Outcome, run_world
 
-BUDGET_S = 20.0  # of real time, for as many seeds as fit
+BUDGET_S = 8.0  # of real time, for as many seeds as fit
 MAX_SEEDS = 500
 
 # What is still open in production, and the first seed that shows it: mended, its line is removed here, and its hazard
