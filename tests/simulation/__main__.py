@@ -39,7 +39,10 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first that breaks an invariant")
     parser.add_argument("--verbose", action="store_true", help="print every world's trace")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.seeds < 1 or options.first < 0:
+        parser.error("--seeds needs 1 or more, and --first 0 or more")
+    return options
 
 
 if __name__ == "__main__":
