@@ -27,7 +27,7 @@ PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 JOINT_LENGTH = 8  # draft tokens asked of drafters that draft together; they stop where more would not pay
-COMPARED_LENGTH = 16  # draft tokens of a proposal that no round uses
+COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
 COMPARED_COST = 0.8  # it may take this fraction of the time in which the target scores
 
 
@@ -80,22 +80,25 @@ class PlanChooser:
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""
-        if not chosen.observes or not self._comparisons.is_due(self._costs.num_sessions):
+        has_no_room = self._is_fixed and chosen.drafter is None
+        if has_no_room or not chosen.observes or not self._comparisons.is_due(self._costs.num_sessions):
             return None
         others = set(available) - {chosen.drafter}
-        name = next((name for name in self._next_compared if name in others and self._is_hidden(name)), None)
-        if name is None:
+        lengths = ((name, self._hidden_length(name)) for name in self._next_compared if name in others)
+        name, length = next(((name, length) for name, length in lengths if length), ("", 0))
+        if not length:
             return None
         self._comparisons.begin()
         self._next_compared.remove(name)
         self._next_compared.append(name)
-        return replace(chosen, drafter=name, num_draft_tokens=min(COMPARED_LENGTH, self._maximum))
+        return replace(chosen, drafter=name, num_draft_tokens=min(length, self._maximum))
 
-    def _is_hidden(self, drafter: str) -> bool:
-        """Return whether a drafter is known to answer well before the target does."""
+    def _hidden_length(self, drafter: str) -> int:
+        """Return how many draft tokens a drafter is known to propose well before the target answers; 0: none."""
         if not self._costs.has_measured(drafter):
-            return False
-        return float(self._costs.draft_s(drafter, COMPARED_LENGTH)) < COMPARED_COST * float(self._costs.score_s(0))
+            return 0
+        limit_s = COMPARED_COST * float(self._costs.score_s(0))
+        return next((n for n in COMPARED_LENGTHS if float(self._costs.draft_s(drafter, n)) < limit_s), 0)
 
     def observe_unused(self, plan: DraftPlan, proposal: Proposal, base_length: int) -> None:
         """Add a proposal that no round used, drafted after `base_length` tokens; drawn ones cannot be compared."""
