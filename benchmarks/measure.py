@@ -134,10 +134,15 @@ class Measured:
         )
 
 
+def ratios(measured: Measured, plain: Measured) -> list[float]:
+    """Return the speed-up over plain decoding, run by run."""
+    return [fast / slow for fast, slow in zip(measured.tokens_per_s, plain.tokens_per_s, strict=True)]
+
+
 def speed_up(measured: Measured, plain: Measured) -> tuple[float, float, float]:
-    """Return lower quartile, median and upper quartile of the ratio, run by run, to plain decoding."""
-    ratios = [fast / slow for fast, slow in zip(measured.tokens_per_s, plain.tokens_per_s, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (ratios[0],) * 3
+    """Return lower quartile, median and upper quartile of the speed-up over plain decoding."""
+    runs = ratios(measured, plain)
+    low, middle, high = statistics.quantiles(runs, n=4, method="inclusive") if len(runs) > 1 else (runs[0],) * 3
     return low, middle, high
 
 
