@@ -25,7 +25,8 @@ from benchmarks import tables
 from benchmarks.recording import ASKED, SCORED, Line, cut, record
 from benchmarks.served import SERVED
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.comparisons import is_missed
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import joint_names, parts_of
 from coordinator.merging import merged, shares
@@ -35,7 +36,9 @@ from specdec.serving.local import HEADS, CannotRun
 from specdec.types import MAX_DRAFT_TOKENS
 
 OBSERVED_S = 0.0008  # what observations and trees add to a round, measured on SmolLM2
-CHOSEN_S = 0.0007  # what comparisons and weighing plans add
+CHOSEN_S = 0.0005  # what weighing plans adds
+WOKEN_S = 0.0015  # what a proposal takes longer where the worker was idle before; recordings ask one after the other
+SLOWED = 0.4  # of the time that a compared drafter takes, the target is slower by so much: measured with two cores
 ORDER = ("model", *HEADS, "recycle", "ngram", "suffix")  # in which workers offer them
 TEMPERATURES = (0.0, 1.0)
 CHOSEN, ALL = "chosen", "all"
@@ -50,7 +53,7 @@ class Costs:
 
     def draft_s(self, drafter: str, count: int) -> float:
         """Return the seconds of a proposal; a joint one takes as long as its slowest part."""
-        return max(float(np.interp(count, ASKED, self.drafting[part])) for part in parts_of(drafter))
+        return WOKEN_S + max(float(np.interp(count, ASKED, self.drafting[part])) for part in parts_of(drafter))
 
     def score_s(self, count: int) -> float:
         """Return the seconds of a forward."""
@@ -107,27 +110,39 @@ def play(text: Text, chooser: PlanChooser, costs: Costs) -> float:
     chooser_s = 0.0 if isinstance(chooser, Fixed) else CHOSEN_S
     length, elapsed_s = text.begin, 0.0
     while length < len(text.tokens):
-        plan = chooser.choose(len(text.tokens) - length)
-        proposal, draft_s = Proposal(), 0.0
-        if plan.drafter:
-            proposal = text.proposal(plan.drafter, length, plan.num_draft_tokens)
-            draft_s = costs.draft_s(plan.drafter, plan.num_draft_tokens)
-        compare(text, length, chooser, plan)
+        chosen = chooser.choose(len(text.tokens) - length)
+        plan, missed = chosen, None
+        proposal, draft_s = drafted(text, length, plan, costs)
+        if plan.fallback and is_missed(proposal):
+            chooser.observe_unused(plan, proposal, length)
+            plan, missed = plan.fallback, Missed(plan, proposal, draft_s)
+            proposal, draft_s = drafted(text, length, plan, costs)
+        slowed_s = compare(text, length, chooser, chosen, costs)
         path = longest_path(proposal.tree, proposal.tokens, 0, text.tokens[length:])[: len(text.tokens) - length - 1]
-        score_s = costs.score_s(len(proposal))
+        score_s = costs.score_s(len(proposal)) + slowed_s
         other_s = OBSERVED_S + chooser_s if plan.observes else 0.0
-        chooser.observe(RoundOutcome(plan, len(proposal), path, draft_s, score_s, other_s=other_s))
+        chooser.observe(RoundOutcome(plan, len(proposal), path, draft_s, score_s, other_s=other_s, missed=missed))
         length += len(path) + 1
         chooser.settle(text.tokens[:length])
-        elapsed_s += draft_s + score_s + other_s
+        elapsed_s += draft_s + score_s + other_s + (missed.elapsed_s if missed else 0.0)
     return elapsed_s
 
 
-def compare(text: Text, length: int, chooser: PlanChooser, chosen: DraftPlan) -> None:
-    """Answer for the drafter that is asked while the target scores."""
+def drafted(text: Text, length: int, plan: DraftPlan, costs: Costs) -> tuple[Proposal, float]:
+    """Return what a plan's drafter proposes, and how long it takes."""
+    if plan.drafter is None:
+        return Proposal(), 0.0
+    proposal = text.proposal(plan.drafter, length, plan.num_draft_tokens)
+    return proposal, costs.draft_s(plan.drafter, plan.num_draft_tokens)
+
+
+def compare(text: Text, length: int, chooser: PlanChooser, chosen: DraftPlan, costs: Costs) -> float:
+    """Answer for the drafter that is asked while the target scores; return how much slower the target is."""
     plan = chooser.choose_compared(chosen, text.names)
-    if plan and plan.drafter:
-        chooser.observe_unused(plan, text.proposal(plan.drafter, length, plan.num_draft_tokens), length)
+    if not plan or not plan.drafter:
+        return 0.0
+    chooser.observe_unused(plan, text.proposal(plan.drafter, length, plan.num_draft_tokens), length)
+    return SLOWED * (costs.draft_s(plan.drafter, plan.num_draft_tokens) - WOKEN_S)
 
 
 class Fixed(PlanChooser):

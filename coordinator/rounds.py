@@ -5,12 +5,13 @@ The next round runs while the last one's commit is in flight; only emission wait
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from coordinator.acceptance import AcceptanceRule
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.plans import PLAIN, DraftPlan, RoundOutcome
+from coordinator.choosing.comparisons import is_missed
+from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import Generation, Round
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
@@ -143,21 +144,40 @@ class Comparing:
             await asyncio.gather(self._asking, return_exceptions=True)
 
 
+async def draft(
+    drafters: Mapping[str, RoundDrafter], committed: list[int], plan: DraftPlan
+) -> tuple[DraftPlan, Drafted, Missed | None]:
+    """Follow a plan, and its fallback where it finds too little; return which plan drafted, and what was missed.
+
+    A proposal that was drawn is never given up: a fallback that draws would make the same draws again.
+    """
+    if plan.drafter is None:
+        return plan, Drafted(), None
+    drafted = await drafters[plan.drafter].propose(committed, plan.num_draft_tokens, plan.stop_below)
+    if plan.fallback is None or not is_missed(drafted.proposal):
+        return plan, drafted, None
+    again, fallen, _ = await draft(drafters, committed, plan.fallback)
+    if fallen.has_failed:
+        return plan, replace(drafted, elapsed_s=drafted.elapsed_s + fallen.elapsed_s), None
+    fallen = replace(fallen, num_fed=max(drafted.num_fed, fallen.num_fed))
+    return again, fallen, None if drafted.has_failed else Missed(plan, drafted.proposal, drafted.elapsed_s)
+
+
 async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, num_new: int = 0) -> Round:
     """Draft, score, accept; return what is to be committed. The last round here, if any, committed `num_new` tokens."""
     begin = parts.outside.now_s()
     await comparing.wait()
     available = [name for name, drafter in parts.drafters.items() if drafter.available]
-    plan = parts.chooser.choose(generation.remaining_tokens, available)
-    drafted = Drafted()
-    if plan.drafter:
-        drafter = parts.drafters[plan.drafter]
-        drafted = await drafter.propose(generation.committed, plan.num_draft_tokens, plan.stop_below)
+    chosen = parts.chooser.choose(generation.remaining_tokens, available)
+    plan, drafted, missed = await draft(parts.drafters, generation.committed, chosen)
     proposal = drafted.proposal
-    comparing.begin(plan, available, generation.committed)
+    comparing.begin(chosen, available, generation.committed)
+    if missed:
+        parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
     scored = await parts.scorer.score(generation.committed, proposal, plan.observes)
     verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
-    finished_round = generation.advance(proposal, scored.scores, verdict, drafted.elapsed_s, scored.elapsed_s)
+    drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
+    finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s)
 
     if scored.scores.observations:
         observed = committed_observations(scored.scores.observations, proposal, verdict)
@@ -173,7 +193,8 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             score_s=scored.elapsed_s,
             num_sessions=scored.num_sessions,
             has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
-            other_s=max(0.0, parts.outside.now_s() - begin - drafted.elapsed_s - scored.elapsed_s),
+            other_s=max(0.0, parts.outside.now_s() - begin - drafting_s - scored.elapsed_s),
+            missed=missed,
         )
     )
     return finished_round

@@ -18,7 +18,7 @@ DECAY = 0.96  # of a round's weight in its session, a round
 SHARED_DECAY = 0.998  # and in what all sessions saw: some tens of sessions
 PRIOR_ROUNDS = 4.0  # what is assumed of a drafter counts as much as this many rounds
 SESSION_PRIOR_ROUNDS = 12.0  # and so does what other sessions saw of a node
-SESSION_PRIOR_TOKENS = 3.0  # and this many accepted tokens, of whether this session accepts more or less than others
+SESSION_PRIOR_TOKENS = 20.0  # and this many accepted tokens, of whether this session accepts more or less than others
 SESSION_ROUNDS = 8.0  # rounds of one session are much alike: after so many, another one counts half as much for all
 FIRST_PRIOR = 0.7  # of the first node
 NEXT_PRIOR = 0.6  # of a node, as a fraction of the node before it
@@ -94,10 +94,10 @@ class SessionAcceptance:
         self._counts = NodeCounts()
         self._num_rounds = 0
 
-    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int], weight: float = 1.0) -> None:
         """Add one round, here and to what all sessions saw."""
-        self._counts.observe(num_asked, num_drafted, path)
-        self._shared.observe(num_asked, num_drafted, path, 1 / (1 + self._num_rounds / SESSION_ROUNDS))
+        self._counts.observe(num_asked, num_drafted, path, weight)
+        self._shared.observe(num_asked, num_drafted, path, weight / (1 + self._num_rounds / SESSION_ROUNDS))
         self._num_rounds += 1
 
     def expected_tokens(self) -> Floats:

@@ -15,6 +15,7 @@ from coordinator.choosing.acceptance_history import SessionAcceptance
 from coordinator.choosing.comparisons import Comparisons, Unused, is_chosen
 from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.costs import Counts
+from coordinator.choosing.estimates import JOINT_LENGTH, Estimates
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Estimate, RoundOutcome, Trial
 from coordinator.choosing.rest import Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
@@ -26,7 +27,6 @@ LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, *range(32, M
 PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
-JOINT_LENGTH = 8  # draft tokens asked of drafters that draft together; they stop where more would not pay
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
 COMPARED_COST = 0.8  # it may take this fraction of the time in which the target scores
 
@@ -46,9 +46,7 @@ class PlanChooser:
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
         self._maximum = maximum if num_draft_tokens is None else num_draft_tokens
         self._is_fixed = num_draft_tokens is not None
-        self._estimates: dict[str, Estimate] = {}  # each drafter's best plan
-        self._next_estimated = list(drafters)  # in turn: the first ones are the oldest
-        self._estimated_load = 0
+        self._estimates = Estimates(self._costs, self._acceptance, self._is_fixed)
         self._trial: Trial | None = None  # the last round, if it was one
         self._comparisons = Comparisons()
         self._next_compared = list(drafters)  # drafters whose unused proposals can be compared, in turn
@@ -83,7 +81,7 @@ class PlanChooser:
         has_no_room = self._is_fixed and chosen.drafter is None
         if has_no_room or not chosen.observes or not self._comparisons.is_due(self._costs.num_sessions):
             return None
-        others = set(available) - {chosen.drafter}
+        others = set(available) - {chosen.drafter, chosen.fallback and chosen.fallback.drafter}
         lengths = ((name, self._hidden_length(name)) for name in self._next_compared if name in others)
         name, length = next(((name, length) for name, length in lengths if length), ("", 0))
         if not length:
@@ -91,7 +89,7 @@ class PlanChooser:
         self._comparisons.begin()
         self._next_compared.remove(name)
         self._next_compared.append(name)
-        return replace(chosen, drafter=name, num_draft_tokens=min(length, self._maximum))
+        return replace(chosen, drafter=name, num_draft_tokens=min(length, self._maximum), fallback=None)
 
     def _hidden_length(self, drafter: str) -> int:
         """Return how many draft tokens a drafter is known to propose well before the target answers; 0: none."""
@@ -109,44 +107,54 @@ class PlanChooser:
 
     def settle(self, committed: Sequence[int]) -> None:
         """Learn from unused proposals what of them is now committed."""
-        for plan, num_drafted, path in self._comparisons.settled(committed):
+        for plan, num_drafted, path, weight in self._comparisons.settled(committed):
             if plan.drafter is not None:
-                self._observe_acceptance(plan.drafter, plan.num_draft_tokens, num_drafted, path)
+                self._observe_acceptance(plan.drafter, plan.num_draft_tokens, num_drafted, path, weight)
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Add a round."""
-        plan, elapsed_s = outcome.plan, outcome.draft_s + outcome.score_s + outcome.other_s
+        """Add a round. What was missed in it is no part of that, but an unused proposal."""
+        plan, missed = outcome.plan, outcome.missed
+        elapsed_s = outcome.draft_s + outcome.score_s + outcome.other_s + (missed.elapsed_s if missed else 0.0)
         if plan.drafter is not None:
             self._observe_acceptance(plan.drafter, plan.num_draft_tokens, outcome.num_drafted, outcome.path)
         if not outcome.has_prefill:
-            if plan.drafter is not None:
-                self._costs.observe_draft(plan.drafter, plan.num_draft_tokens, outcome.draft_s)
-            if plan.observes:
-                self._costs.age_unused(name for name in self._acceptance if name != plan.drafter)
-            scored = plan.drafter if plan.observes else RESTING_ROUNDS
-            self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions, scored)
-            self._costs.observe_other(not plan.observes, outcome.other_s)
+            self._observe_costs(outcome)
         if self._trial:
             self._trial = replace(self._trial, had_prefill=outcome.has_prefill)
             self._exploration.observe(elapsed_s, elapsed_s - (len(outcome.path) + 1) / self._trial.best.speed)
         elif not outcome.has_prefill:
             self._exploration.observe(elapsed_s)
 
-    def _observe_acceptance(self, drafter: str, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
-        self._acceptance[drafter].observe(num_asked, num_drafted, path)
-        self._estimates.pop(drafter, None)
+    def _observe_costs(self, outcome: RoundOutcome) -> None:
+        plan, missed = outcome.plan, outcome.missed
+        asked = [(plan, outcome.draft_s), *([(missed.plan, missed.elapsed_s)] if missed else [])]
+        for each, elapsed_s in asked:
+            if each.drafter is not None:
+                self._costs.observe_draft(each.drafter, each.num_draft_tokens, elapsed_s)
+        if plan.observes:
+            self._costs.age_unused(set(self._acceptance) - {each.drafter for each, _ in asked})
+        scored = plan.drafter if plan.observes else RESTING_ROUNDS
+        self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions, scored)
+        self._costs.observe_other(not plan.observes, outcome.other_s)
+
+    def _observe_acceptance(
+        self, drafter: str, num_asked: int, num_drafted: int, path: Sequence[int], weight: float = 1.0
+    ) -> None:
+        self._acceptance[drafter].observe(num_asked, num_drafted, path, weight)
+        self._estimates.forget(drafter)
 
     def _best_or_trial(self, drafters: Sequence[str], maximum: int) -> DraftPlan:
         plain = Estimate(PLAIN, 1.0, self._costs.plain_s())
         lengths = self._lengths(maximum)
         forgotten = [name for name in drafters if not self._costs.knows_drafting(name)]
-        known = self._estimated([name for name in drafters if name not in forgotten], lengths)
+        known = self._estimates.of([name for name in drafters if name not in forgotten], lengths)
+        known += self._estimates.with_fallbacks(known, lengths)
         best = max(known, key=lambda estimate: estimate.speed, default=plain)
         if not self._is_fixed and best.speed <= MIN_GAIN * plain.speed:
             best = plain
         tried = None
         if self._exploration.is_due:
-            others = (*known, *([] if self._is_fixed else [plain]), *self._longer(best, lengths))
+            others = (*known, *([] if self._is_fixed else [plain]), *self._estimates.longer(best, lengths))
             losses = {
                 estimate.plan: estimate.seconds - estimate.num_tokens / best.speed
                 for estimate in others
@@ -157,25 +165,12 @@ class PlanChooser:
             self._rest.observe(best is plain, self._costs.load)
         return self._priced(tried or best.plan, best)
 
-    def _estimated(self, drafters: Sequence[str], lengths: Counts) -> list[Estimate]:
-        """Return each drafter's best plan: estimated anew where it was observed since, and one more in turn."""
-        if self._costs.load != self._estimated_load:
-            self._estimates.clear()
-            self._estimated_load = self._costs.load
-        oldest = next(name for name in self._next_estimated if name in drafters) if drafters else None
-        for name in drafters:
-            known = self._estimates.get(name)
-            if known is None or name == oldest or known.plan.num_draft_tokens > lengths[-1]:
-                self._estimates[name] = self._best_length(name, lengths)
-                self._next_estimated.remove(name)
-                self._next_estimated.append(name)
-        return [self._estimates[name] for name in drafters]
-
     def _priced(self, plan: DraftPlan, best: Estimate) -> DraftPlan:
         """Return a plan with what another draft token costs, in tokens that the best plan yields in that time."""
         if plan.drafter is None or self._is_fixed:
             return plan
-        return replace(plan, stop_below=min(best.speed * self._costs.slope_s(plan.drafter), MAX_STOP_BELOW))
+        stop_below = min(best.speed * self._costs.slope_s(plan.drafter), MAX_STOP_BELOW)
+        return replace(plan, stop_below=stop_below, fallback=plan.fallback and self._priced(plan.fallback, best))
 
     def _tried(self, best: Estimate, losses: Mapping[DraftPlan, float]) -> DraftPlan | None:
         """Return a plan to try, if one is affordable; `losses` are the seconds that each is expected to lose."""
@@ -186,27 +181,10 @@ class PlanChooser:
             self._trial = Trial(plan, best)
         return plan
 
-    def _longer(self, best: Estimate, lengths: Counts) -> list[Estimate]:
-        """Return the best plan with twice as many draft tokens, or as many as there may be."""
-        longer = lengths[lengths >= 2 * best.plan.num_draft_tokens][:1]
-        return [self._best_length(best.plan.drafter, longer)] if best.plan.drafter is not None and longer.size else []
-
-    def _best_length(self, drafter: str, lengths: Counts) -> Estimate:
-        """Return the drafter's best plan with one of these numbers of draft tokens."""
-        acceptance, lengths = self._acceptance[drafter], self._lengths_of(drafter, lengths)
-        tokens, drafted = acceptance.expected_tokens()[lengths], acceptance.expected_drafted()[lengths]
-        seconds = self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted, drafter) + self._costs.other_s()
-        best = int(np.argmax(tokens / seconds))
-        return Estimate(DraftPlan(drafter, int(lengths[best])), float(tokens[best]), float(seconds[best]))
-
     def _probe(self, drafter: str, maximum: int) -> DraftPlan:
         """Return a plan that measures what a drafter costs."""
         length = JOINT_LENGTH if AND in drafter else PROBE_LENGTH
         return DraftPlan(drafter, maximum if self._is_fixed else min(length, maximum))
-
-    def _lengths_of(self, drafter: str, lengths: Counts) -> Counts:
-        """Return the lengths to consider: of joint drafters one, as another K would give their nodes other meanings."""
-        return np.minimum(lengths[-1:], JOINT_LENGTH) if AND in drafter and not self._is_fixed else lengths
 
     def _lengths(self, maximum: int) -> Counts:
         """Return the numbers of draft tokens to choose among, rising."""

@@ -6,15 +6,16 @@ what such a drafter is worth, without a round that tries it; all drafters are co
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from coordinator.choosing.plans import DraftPlan
+from coordinator.choosing.plans import MIN_FOUND, DraftPlan
 from specdec.exact.tree import longest_path
 from specdec.exact.values import Proposal
 
-ROUNDS_PER_GAP = 4  # after so many comparisons of a session the next ones are a round further apart
+ROUNDS_PER_GAP = 2  # after so many comparisons of a session the next ones are a round further apart
 LONGEST_GAP = 8  # rounds
+MAX_WEIGHT = 2.0  # of a comparison, and of none less than its reciprocal
 MAX_PENDING = 16  # proposals of one session that wait for the text to reach their end; the oldest go first
 
 
@@ -24,6 +25,7 @@ class Compared(NamedTuple):
     plan: DraftPlan
     num_drafted: int
     path: Sequence[int]
+    weight: float  # in rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Unused:
     plan: DraftPlan
     proposal: Proposal
     base_length: int  # tokens committed before it
+    num_committed: int = 0  # tokens of the round meanwhile; 0: not known yet
 
     def compared(self, committed: Sequence[int]) -> Compared | None:
         """Return what the text went on with; None while that is not certain."""
@@ -40,12 +43,18 @@ class Unused:
         path = longest_path(self.proposal.tree, self.proposal.tokens, 0, following)
         if len(path) == len(following) < self.proposal.depth:
             return None
-        return Compared(self.plan, len(self.proposal), path)
+        weight = self.num_committed / (len(path) + 1)
+        return Compared(self.plan, len(self.proposal), path, min(max(weight, 1 / MAX_WEIGHT), MAX_WEIGHT))
 
 
 def is_chosen(proposal: Proposal) -> bool:
     """Return whether no token of it was drawn."""
     return all(len(distribution.token_ids) == 1 for distribution in proposal.distributions)
+
+
+def is_missed(proposal: Proposal) -> bool:
+    """Return whether a fallback may take its place: it has hardly a token, and no draw decided that."""
+    return len(proposal) < MIN_FOUND and is_chosen(proposal)
 
 
 @dataclass(slots=True)
@@ -74,6 +83,8 @@ class Comparisons:
         """Give what has become certain of them, each once."""
         pending, self._pending = self._pending, []
         for unused in pending:
+            if not unused.num_committed:
+                unused = replace(unused, num_committed=len(committed) - unused.base_length)  # noqa: PLW2901
             compared = unused.compared(committed)
             if compared:
                 yield compared

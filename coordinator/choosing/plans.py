@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.exact.values import Proposal
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
@@ -12,17 +14,28 @@ class DraftPlan:
     num_draft_tokens: int = 0
     stop_below: float = 0.0  # a draft token with less chance of being accepted is not worth what it costs
     observes: bool = True  # whether the target shall observe what the session's drafters asked for
+    fallback: "DraftPlan | None" = None  # to be followed where the drafter finds less than MIN_FOUND tokens
 
 
+MIN_FOUND = 2  # draft tokens; the guess of a drafter with a model is better than a single token that was looked up
 PLAIN = DraftPlan()
 RESTING = DraftPlan(observes=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A proposal in whose place a fallback was asked for another one."""
+
+    plan: DraftPlan
+    proposal: Proposal
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
     """What a round drafted, accepted and cost."""
 
-    plan: DraftPlan
+    plan: DraftPlan  # by which the scored proposal was drafted
     num_drafted: int
     path: Sequence[int]  # accepted nodes
     draft_s: float
@@ -30,6 +43,7 @@ class RoundOutcome:
     num_sessions: int = 1  # at the target worker, waiting or in the forward
     has_prefill: bool = False  # a worker had to read more than a round's tokens
     other_s: float = 0.0  # what the coordinator itself took
+    missed: Missed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ def test_a_fixed_plan_costs_what_arithmetic_says() -> None:
     """Rounds of 8 draft tokens, all accepted: 39 tokens after the prefill's in 4 rounds of 9 and one of 3."""
     lines = [line("first", "recycle")]
     seconds = replay.play(replay.Text(lines[0]), replay.Fixed(DraftPlan("recycle", 8)), replay.Costs.of(lines))
-    assert seconds == pytest.approx(5 * (FORWARD_S + DRAFT_S + replay.OBSERVED_S) + (4 * 8 + 2) * SLOPE_S)
+    assert seconds == pytest.approx(
+        5 * (FORWARD_S + replay.WOKEN_S + DRAFT_S + replay.OBSERVED_S) + (4 * 8 + 2) * SLOPE_S
+    )
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from coordinator.choosing.chooser import PROBE_LENGTH, PlanChooser
 from coordinator.choosing.comparisons import Comparisons, Unused
 from coordinator.choosing.costs import Costs
 from coordinator.choosing.exploration import Exploration
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.values import Proposal, SparseDistribution, one_hot
 
@@ -30,6 +30,7 @@ class Drafter:
     draft: float  # cost of a draft token
     overhead: float = 0.0  # cost of a call
     is_compared: bool = False  # it draws nothing, so that what it would have had accepted can be seen in the text
+    misses: float = 0.0  # fraction of the rounds in which it finds nothing
 
     def num_passed(self, k: int, source: random.Random) -> int:
         """Accepted tokens of a round."""
@@ -55,7 +56,7 @@ class Simulated:
     """What a simulation did."""
 
     speed: float  # tokens a second
-    plans: list[DraftPlan]
+    plans: list[DraftPlan]  # as chosen
 
     def share(self, drafter: str | None) -> float:
         """Fraction of the rounds with a drafter."""
@@ -78,15 +79,25 @@ def simulate(
     for number in range(num_rounds):
         if number and number % session_rounds == 0:
             chooser = PlanChooser(shared, list(drafters), MAXIMUM, fixed)
-        plan = chooser.choose(ROOM)
-        k, drafter = plan.num_draft_tokens, drafters.get(plan.drafter or "", Drafter(0, 0))
-        passed = drafter.num_passed(k, source)
-        compare(chooser, drafters, plan, source)
-        draft_s = drafter.draft_s(k) * source.uniform(0.9, 1.1)
-        score_s = (1 + slope * k) * source.uniform(0.9, 1.1)
-        chooser.observe(RoundOutcome(plan, k, range(passed), draft_s, score_s))
-        num_tokens, elapsed_s = num_tokens + passed + 1, elapsed_s + draft_s + score_s
+        plan, missed = chooser.choose(ROOM), None
         plans.append(plan)
+        compare(chooser, drafters, plan, source)
+        drafter = drafters.get(plan.drafter or "", Drafter(0, 0))
+        finds = source.random() >= drafter.misses
+        if not finds and plan.fallback:
+            missed, finds = Missed(plan, Proposal(), drafter.draft_s(plan.num_draft_tokens)), True
+            chooser.observe_unused(plan, Proposal(), base_length=0)
+            plan = plan.fallback
+            drafter = drafters[plan.drafter or ""]
+        k = plan.num_draft_tokens if finds else 0
+        passed = drafter.num_passed(k, source)
+        draft_s = drafter.draft_s(plan.num_draft_tokens) * source.uniform(0.9, 1.1)
+        score_s = (1 + slope * k) * source.uniform(0.9, 1.1)
+        for num_known in (passed + 1, MAXIMUM):
+            chooser.settle([RIGHT] * num_known)
+        chooser.observe(RoundOutcome(plan, k, range(passed), draft_s, score_s, missed=missed))
+        num_tokens += passed + 1
+        elapsed_s += draft_s + score_s + (missed.elapsed_s if missed else 0.0)
     return Simulated(num_tokens / elapsed_s, plans)
 
 
@@ -100,7 +111,6 @@ def compare(chooser: PlanChooser, drafters: Mapping[str, Drafter], chosen: Draft
         k = plan.num_draft_tokens
         tokens = (RIGHT,) * drafters[plan.drafter or ""].num_passed(k, source) + (WRONG,) * k
         chooser.observe_unused(plan, chain_of(tokens[:k]), base_length=0)
-        chooser.settle([RIGHT] * MAXIMUM)
 
 
 def chain_of(tokens: Sequence[int]) -> Proposal:
@@ -194,6 +204,39 @@ def test_a_rest_ends_when_a_drafter_begins_to_pay(is_compared: bool) -> None:
     assert resting(plans[first + 100 :]) < 0.2
 
 
+LOOKUP = Drafter(rate=0.9, draft=0.0, overhead=0.05, misses=0.75)
+GUESSING = Drafter(rate=0.75, draft=0.02, overhead=0.2)
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_what_often_finds_nothing_gets_a_fallback(is_compared: bool) -> None:
+    """It is faster than either drafter can be alone, by arithmetic."""
+    drafters = {
+        "lookup": replace(LOOKUP, is_compared=is_compared),
+        "model": replace(GUESSING, is_compared=is_compared),
+    }
+    simulated = simulate(drafters, num_rounds=2000, session_rounds=100)
+    found = LOOKUP.tokens(16), 1 + 0.03 * 16
+    missing = [(1 - LOOKUP.misses) * hit + LOOKUP.misses for hit in found]
+    alone = missing[0] / (missing[1] + LOOKUP.overhead)
+    assert simulated.speed > 1.1 * max(alone, GUESSING.best(0.03))
+    late = simulated.plans[500:]
+    fallbacks = Counter(plan.fallback.drafter for plan in late if plan.fallback)
+    assert set(fallbacks) == {"model"}
+    assert fallbacks.total() > 0.7 * len(late)
+
+
+def test_no_fallback_where_it_costs_too_much() -> None:
+    """A drafter that takes as long as it saves."""
+    plans = simulate({"lookup": LOOKUP, "model": Drafter(rate=0.3, draft=0.3, overhead=0.5)}, num_rounds=1000).plans
+    assert sum(plan.fallback is not None for plan in plans[300:]) < 0.05 * len(plans)
+
+
+def test_drafters_that_always_find_something_have_no_fallback() -> None:
+    plans = simulate({"a": Drafter(0.8, 0.02), "b": Drafter(0.7, 0.02)}, num_rounds=500).plans
+    assert not any(plan.fallback for plan in plans)
+
+
 def test_a_change_of_load_ends_a_rest() -> None:
     shared, drafters = SharedStatistics(), {"a": Drafter(0.5, 1.0)}
     chooser = PlanChooser(shared, ["a"], MAXIMUM)
@@ -223,6 +266,19 @@ def test_unused_proposals_are_judged_by_the_text(following: Sequence[int], expec
     """As soon as the text says how far it went along a path of the tree."""
     compared = Unused(COMPARED, TREE, base_length=2).compared([1, 2, *following])
     assert (list(compared.path) if compared else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_committed", "proposal", "weight"),
+    [(3, chain_of([RIGHT] * 2), 1.0), (2, chain_of([RIGHT] * 3), 0.5), (9, chain_of([WRONG]), 2.0)],
+)
+def test_comparisons_count_for_the_rounds_they_stand_for(num_committed: int, proposal: Proposal, weight: float) -> None:
+    """The rounds that the compared drafter would have needed for what was committed; between a half and two."""
+    comparisons = Comparisons()
+    comparisons.add(Unused(COMPARED, proposal, 0))
+    text = [RIGHT] * 12
+    settled = [*comparisons.settled(text[:num_committed]), *comparisons.settled(text)]
+    assert [compared.weight for compared in settled] == [weight]
 
 
 def test_each_unused_proposal_counts_once() -> None:

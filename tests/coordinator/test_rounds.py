@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.acceptance import TokenRule
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.plans import RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.plans import MIN_FOUND, PLAIN, RESTING, DraftPlan, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
@@ -17,7 +17,17 @@ from specdec.errors import FencedError, UnavailableError
 from specdec.exact.values import Observations, Proposal, Verdict
 from specdec.types import FinishReason, SamplingParams, TokenOrigin
 from tests.support.toy_coordinator import until
-from tests.support.toys import TOY, NoText, ObservedScorer, ToyDrafter, ToyModel, ToyScorer, TreeDrafter, markov_logits
+from tests.support.toys import (
+    TOY,
+    NoText,
+    ObservedScorer,
+    RepeatingDrafter,
+    ToyDrafter,
+    ToyModel,
+    ToyScorer,
+    TreeDrafter,
+    markov_logits,
+)
 
 PROMPT = (1,)
 SEED = 5
@@ -210,8 +220,12 @@ class LostDrafter(ToyDrafter):
         self.observed.append(observations)
 
 
+def toy_model() -> ToyModel:
+    return ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT)
+
+
 def lost_drafter() -> LostDrafter:
-    return LostDrafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
+    return LostDrafter(toy_model(), SEED)
 
 
 async def test_without_a_draft_worker_rounds_go_on() -> None:
@@ -393,6 +407,22 @@ async def test_an_unused_proposal_ends_with_the_loop() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+@dataclass(slots=True)
+class RareDrafter(RepeatingDrafter):
+    """Finds as many tokens as the last one says: none, one or two."""
+
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
+        return await RepeatingDrafter.propose(self, committed, min(num_draft_tokens, committed[-1]))
+
+
+@dataclass(slots=True)
+class FailingDrafter(ToyDrafter):
+    """A drafter whose worker is away."""
+
+    async def propose(self, committed: list[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
+        return Drafted(has_failed=True)
+
+
 class AlwaysRests(PlanChooser):
     """Rests from the beginning."""
 
@@ -410,3 +440,60 @@ async def test_a_resting_session_observes_nothing() -> None:
     await plain.run()
     assert rounds.tokens == plain.tokens
     assert (drafter.num_calls, drafter.observed) == (0, [])
+
+
+# ---- a drafter to fall back on
+
+
+class FallsBack(RecordingChooser):
+    """Looks up first, and notes what was not used."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.unused: list[tuple[str | None, int]] = []
+
+    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+        room = min(3, remaining_tokens - 1)
+        return DraftPlan("lookup", room, fallback=DraftPlan(TOY, room)) if room else PLAIN
+
+    def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
+        return None
+
+    def observe_unused(self, plan: DraftPlan, proposal: Proposal, base_length: int) -> None:
+        self.unused.append((plan.drafter, base_length))
+
+
+async def falling_back(lookup: ToyDrafter, drafter: ToyDrafter | None = None) -> tuple[Rounds, FallsBack]:
+    rounds, chooser = Rounds(), FallsBack()
+    drafters = {"lookup": lookup, TOY: drafter or rounds.drafter}
+    parts = RoundParts(drafters, rounds.scorer, TokenRule(), chooser)
+    await run_rounds(rounds.generation, parts, rounds.publish)
+    assert len(rounds.tokens) == 24
+    return rounds, chooser
+
+
+async def test_what_is_missed_is_drafted_by_the_fallback() -> None:
+    """Each round is the one's or the other's; what was missed is compared with the text, and its time counts."""
+    rounds, chooser = await falling_back(RareDrafter(toy_model(), SEED))
+    missed = [outcome.missed for outcome in chooser.outcomes if outcome.missed]
+    used = {outcome.plan.drafter for outcome in chooser.outcomes if outcome.num_drafted}
+    assert used == {"lookup", TOY}
+    assert [plan for plan, _ in chooser.unused] == ["lookup"] * len(missed)
+    assert all(len(each.proposal) < MIN_FOUND for each in missed)
+    assert rounds.trace.committed[-1].statistics.draft_s == pytest.approx(
+        sum(outcome.draft_s for outcome in chooser.outcomes) + sum(each.elapsed_s for each in missed)
+    )
+
+
+async def test_a_failed_fallback_leaves_what_was_found() -> None:
+    """A token that was found is scored where the other drafter's worker is away."""
+    _, chooser = await falling_back(RareDrafter(toy_model(), SEED), FailingDrafter(toy_model(), SEED))
+    assert {outcome.plan.drafter for outcome in chooser.outcomes} - {None} == {"lookup"}
+    assert 1 in {outcome.num_drafted for outcome in chooser.outcomes}
+    assert not chooser.unused
+
+
+async def test_a_failed_first_drafter_is_not_missed() -> None:
+    _, chooser = await falling_back(FailingDrafter(toy_model(), SEED))
+    assert {outcome.plan.drafter for outcome in chooser.outcomes} - {None} == {TOY}
+    assert not any(outcome.missed for outcome in chooser.outcomes)

@@ -22,8 +22,10 @@ PURE_MODULES = (
     "choosing/chooser",
     "choosing/comparisons",
     "choosing/costs",
+    "choosing/estimates",
     "choosing/exploration",
     "choosing/plans",
+    "choosing/rest",
     "choosing/shared_statistics",
 )
 LINT_IMPORTS = Path(sysconfig.get_path("scripts")) / "lint-imports"
