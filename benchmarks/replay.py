@@ -12,6 +12,7 @@ drafters that slow the target down: a benchmark has the last word.
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -166,6 +167,15 @@ def fixed_plans(names: Sequence[str]) -> Iterator[DraftPlan]:
     return (DraftPlan(name, count) for name in names for count in (1, 2, 4, 8, 16, 32))
 
 
+def in_some_order(texts: Sequence[Text], names: Sequence[str], costs: Costs, seed: int) -> list[float]:
+    """Return each text's seconds where a service chooses that has served them all before, in other orders."""
+    shared, source, seconds = SharedStatistics(), random.Random(seed), [0.0] * len(texts)
+    for _ in range(2):
+        for index in source.sample(range(len(texts)), len(texts)):
+            seconds[index] = play(texts[index], PlanChooser(shared, names, MAX_DRAFT_TOKENS), costs)
+    return seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
     """The seconds of each text in every way."""
@@ -176,14 +186,12 @@ class Played:
     automatic: Mapping[str, Sequence[float]]  # by drafter; CHOSEN: among all of them
 
     @classmethod
-    def of(cls, texts: Sequence[Text], costs: Costs, names: Sequence[str], rounds: int) -> "Played":
-        """Play all texts; of so many rounds over them the last one counts, as of a coordinator that has served."""
+    def of(cls, texts: Sequence[Text], costs: Costs, names: Sequence[str], num_orders: int) -> "Played":
+        """Play all texts; the automatic choice in so many orders."""
 
         def automatic(names: Sequence[str]) -> list[float]:
-            shared = SharedStatistics()
-            for _ in range(rounds):
-                seconds = [play(text, PlanChooser(shared, names, MAX_DRAFT_TOKENS), costs) for text in texts]
-            return seconds
+            played = [in_some_order(texts, names, costs, seed) for seed in range(num_orders)]
+            return [statistics.mean(column) for column in zip(*played, strict=True)]
 
         return cls(
             texts,
@@ -221,7 +229,7 @@ def lines_of(file: Path) -> list[Line]:
         raise CannotRun(f"{file} is no recording: {error}; make one with `record`") from None
 
 
-def print_played(file: Path, rounds: int) -> None:
+def print_played(file: Path, num_orders: int) -> None:
     """Print a table a temperature."""
     lines = lines_of(file)
     costs = Costs.of(lines)
@@ -230,7 +238,7 @@ def print_played(file: Path, rounds: int) -> None:
     headings = ("", "best fixed", "speed-up", "chosen", "of the best", "worst text", "each alone, automatic")
     for temperature in dict.fromkeys(line["temperature"] for line in lines):
         texts = [Text(line) for line in lines if line["temperature"] == temperature]
-        all_ways = Played.of(texts, costs, names_of(costs.drafting), rounds)
+        all_ways = Played.of(texts, costs, names_of(costs.drafting), num_orders)
         kinds = [*dict.fromkeys(text.kind for text in texts), ALL]
         print(f"\n### Temperature {temperature:g}\n", *tables.lines(headings, map(all_ways.row, kinds)), sep="\n")
 
@@ -246,11 +254,11 @@ def main() -> None:
     recording.add_argument("--tokens", type=int, default=96, help="of each text, at most (default: %(default)s)")
     playing = commands.add_parser("play", help="let the chooser run over them")
     playing.add_argument("file", type=Path)
-    playing.add_argument("--rounds", type=int, default=3, help="over all texts; the last counts (default: %(default)s)")
+    playing.add_argument("--orders", type=int, default=5, help="of the texts, averaged (default: %(default)s)")
     arguments = parser.parse_args()
     try:
         if arguments.command == "play":
-            print_played(arguments.file, arguments.rounds)
+            print_played(arguments.file, arguments.orders)
             return
         torch.set_num_threads(1)
         served = replace(SERVED[arguments.model](), num_prompts=arguments.prompts, num_tokens=arguments.tokens)

@@ -43,7 +43,7 @@ def rows(lines: list[recording.Line], kind: str) -> list[str]:
     """Return what the table says of a kind."""
     costs = replay.Costs.of(lines)
     texts = [replay.Text(each) for each in lines]
-    return list(replay.Played.of(texts, costs, replay.names_of(costs.drafting), rounds=3).row(kind))
+    return list(replay.Played.of(texts, costs, replay.names_of(costs.drafting), num_orders=2).row(kind))
 
 
 def test_each_text_gets_the_drafter_that_knows_it() -> None:
