@@ -8,32 +8,46 @@ from typing import Any
 
 import pytest
 
+from tests.support.apply_checks import always_patched
 from tests.support.manifest_checks import VERSIONS, problems, schema_problems
 from tests.support.manifests import (
+    KUBERNETES,
     OVERLAYS,
     PROGRAMS,
     REPOSITORY,
     Dockerfile,
     Document,
+    compose,
     containers,
     dockerfile,
     named,
+    of_kind,
     pod,
     render,
+    render_whole,
     title,
 )
 
+COMBINATIONS = {
+    "-".join((overlay, *components)): (overlay, components)
+    for overlay in ("demo", "gpu")
+    for components in ((), ("tls",), ("autoscaling",), ("tls", "autoscaling"), ("autoscaling", "tls"))
+}
 IMAGES = ("coordinator", "draft", "target", "demo-coordinator", "demo-draft", "demo-target")
 
 
-@pytest.fixture(scope="module", params=sorted(path.name for path in OVERLAYS.iterdir()))
-def overlay(request: pytest.FixtureRequest) -> list[Document]:
-    return render(OVERLAYS / request.param)
-
-
 @pytest.fixture(scope="module")
-def rendered() -> dict[str, list[Document]]:
-    return {path.name: render(path) for path in OVERLAYS.iterdir()}
+def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Document]]:
+    """Return the overlays, and every combination of one with components, with what is applied before them."""
+    folder = tmp_path_factory.mktemp("kustomizations")
+    composed = {name: compose(folder / name, *parts) for name, parts in COMBINATIONS.items()}
+    overlays = {path.name: path for path in OVERLAYS.iterdir()}
+    return {name: render_whole(path) for name, path in (composed | overlays).items()}
+
+
+@pytest.fixture(params=sorted({*COMBINATIONS, *(path.name for path in OVERLAYS.iterdir())}))
+def overlay(request: pytest.FixtureRequest, rendered: dict[str, list[Document]]) -> list[Document]:
+    return rendered[request.param]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -50,6 +64,24 @@ def test_overlays_meet_the_documented_guarantees(overlay: list[Document]) -> Non
     for name in ("coordinator", "draft", "target"):
         assert {f"{kind}/{name}" for kind in ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget")} <= kinds
     assert {"Namespace/specdec", "StatefulSet/redis", "Service/redis", "NetworkPolicy/default"} <= kinds
+
+
+def test_the_base_is_strictly_valid() -> None:
+    base = render(KUBERNETES / "base")
+    assert [problem for version in VERSIONS for problem in schema_problems(base, version)] == []
+    assert not any("replicas" in each["spec"] for each in of_kind(base, "Deployment"))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in OVERLAYS.iterdir()))
+def test_deleting_an_overlay_keeps_data(name: str) -> None:
+    documents = render(OVERLAYS / name)
+    assert of_kind(documents, "Namespace", "PersistentVolumeClaim", "PersistentVolume") == []
+    retained = {"whenDeleted": "Retain", "whenScaled": "Retain"}
+    assert named(documents, "StatefulSet", "redis")["spec"]["persistentVolumeClaimRetentionPolicy"] == retained
+
+
+def test_kubectl_sends_budgets_alone_without_a_change(overlay: list[Document]) -> None:
+    assert {name.split("/")[0] for name in always_patched(overlay)} == {"PodDisruptionBudget"}
 
 
 def test_services_are_named_as_in_the_protos() -> None:
@@ -264,9 +296,109 @@ def account_that_is_not_there(documents: list[Document]) -> None:
     pod(deployment(documents, "draft"))["serviceAccountName"] = "drafter"
 
 
-@mistake("demo", "50 s of grace; preStop takes 5, the drain 60.0")
+@mistake("demo", "45 s of grace; preStop takes 0, the drain 60.0")
 def drain_longer_than_the_grace(documents: list[Document]) -> None:
     variables(documents, "target")["SPECDEC_DRAIN_S"] = "60"
+
+
+@mistake("demo", "Deployment/coordinator: preStop does not wait")
+def calls_after_the_end(documents: list[Document]) -> None:
+    del container(documents, "coordinator")["lifecycle"]
+
+
+@mistake("demo", "Deployment/target: preStop waits, and callers that watch its health hear of its end later")
+def worker_that_ends_late(documents: list[Document]) -> None:
+    container(documents, "target")["lifecycle"] = {"preStop": {"sleep": {"seconds": 5}}}
+
+
+@mistake("demo", "Service/target: publishNotReadyAddresses should be true")
+def workers_that_are_found_late(documents: list[Document]) -> None:
+    del named(documents, "Service", "target")["spec"]["publishNotReadyAddresses"]
+
+
+@mistake("demo", "Service/coordinator: publishNotReadyAddresses should be false")
+def clients_sent_to_coordinators_that_start(documents: list[Document]) -> None:
+    named(documents, "Service", "coordinator")["spec"]["publishNotReadyAddresses"] = True
+
+
+@mistake("demo", "Deployment/coordinator: dnsConfig needs ndots 1")
+def names_looked_up_in_every_domain(documents: list[Document]) -> None:
+    del pod(deployment(documents, "coordinator"))["dnsConfig"]
+
+
+@mistake("demo", "Deployment/draft: its pods that are not ready keep a node from being drained")
+def node_that_cannot_be_drained(documents: list[Document]) -> None:
+    del named(documents, "PodDisruptionBudget", "draft")["spec"]["unhealthyPodEvictionPolicy"]
+
+
+@mistake("demo", "Deployment/target livenessProbe: a process that hangs is left alone for 600 s")
+def liveness_that_never_ends_a_hanging_process(documents: list[Document]) -> None:
+    container(documents, "target")["livenessProbe"]["failureThreshold"] = 60
+
+
+@mistake("demo", "Deployment/target livenessProbe: ends after 30 s what drains 30.0 s")
+def liveness_that_cuts_the_drain_of_a_stopped_engine(documents: list[Document]) -> None:
+    container(documents, "target")["livenessProbe"]["failureThreshold"] = 3
+
+
+@mistake("demo-autoscaling", "Deployment/draft: 2 of an autoscaler and `replicas` decide")
+def two_owners_of_a_number(documents: list[Document]) -> None:
+    deployment(documents, "draft")["spec"]["replicas"] = 2
+
+
+@mistake("demo", "Deployment/draft: 0 of an autoscaler and `replicas` decide")
+def number_that_nobody_decides(documents: list[Document]) -> None:
+    del deployment(documents, "draft")["spec"]["replicas"]
+
+
+def autoscaler(documents: list[Document], name: str) -> Document:
+    spec: Document = named(documents, "HorizontalPodAutoscaler", name)["spec"]
+    return spec
+
+
+@mistake("gpu-autoscaling", "HorizontalPodAutoscaler/target: specdec_target_queue_depth is no metric of")
+def metric_that_nobody_exports(documents: list[Document]) -> None:
+    autoscaler(documents, "target")["metrics"][0]["pods"]["metric"]["name"] = "specdec_target_queue_depth"
+
+
+@mistake("gpu-autoscaling", "specdec_draft_num_sessions_waiting is no metric of Deployment/target")
+def metric_of_another_service(documents: list[Document]) -> None:
+    autoscaler(documents, "target")["metrics"] = autoscaler(documents, "draft")["metrics"]
+
+
+@mistake("gpu-autoscaling", "HorizontalPodAutoscaler/draft: there is no Deployment/drafter")
+def autoscaler_of_nothing(documents: list[Document]) -> None:
+    autoscaler(documents, "draft")["scaleTargetRef"]["name"] = "drafter"
+
+
+@mistake("gpu-autoscaling", "HorizontalPodAutoscaler/target: scales from 0 to 8")
+def autoscaler_that_ends_every_worker(documents: list[Document]) -> None:
+    autoscaler(documents, "target")["minReplicas"] = 0
+
+
+@mistake("gpu-autoscaling", "should take one pod at a time, and no other before that one has drained")
+def autoscaler_that_outruns_the_drain(documents: list[Document]) -> None:
+    autoscaler(documents, "coordinator")["behavior"]["scaleDown"]["policies"][0]["periodSeconds"] = 60
+
+
+@mistake("gpu-autoscaling", "metrics.0.pods.target.averageValue")
+def misspelt_autoscaler(documents: list[Document]) -> None:
+    autoscaler(documents, "target")["metrics"][0]["pods"]["target"]["averageValue"] = ["4"]
+
+
+@mistake("demo", "Deployment/draft spec.strategy.type is left out, and has a default")
+def strategy_without_a_type(documents: list[Document]) -> None:
+    del deployment(documents, "draft")["spec"]["strategy"]["type"]
+
+
+@mistake("demo", "NetworkPolicy/coordinator spec.egress[0].ports[0].protocol is left out, and has a default")
+def port_without_a_protocol(documents: list[Document]) -> None:
+    del named(documents, "NetworkPolicy", "coordinator")["spec"]["egress"][0]["ports"][0]["protocol"]
+
+
+@mistake("demo", "StatefulSet/redis spec.volumeClaimTemplates[0].spec.volumeMode is left out, and has a default")
+def claim_without_a_mode(documents: list[Document]) -> None:
+    del named(documents, "StatefulSet", "redis")["spec"]["volumeClaimTemplates"][0]["spec"]["volumeMode"]
 
 
 @mistake("gpu", "maxSurge and maxUnavailable should be (0, 1)")
@@ -328,6 +460,34 @@ def closed_edge(documents: list[Document]) -> None:
 def open_edge(documents: list[Document]) -> None:
     named(documents, "NetworkPolicy", "redis")["spec"]["ingress"][0]["from"] = [{"podSelector": {}}]
     named(documents, "NetworkPolicy", "default-deny")["spec"]["policyTypes"] = ["Ingress"]
+
+
+@mistake("gpu", "network: fill-models can reach the cloud's metadata at port 443")
+def filler_that_reads_the_clouds_metadata(documents: list[Document]) -> None:
+    egress = named(documents, "NetworkPolicy", "fill-models")["spec"]["egress"]
+    egress[0]["to"][0]["ipBlock"]["except"].remove("169.254.0.0/16")
+
+
+@mistake("gpu", "network: fill-models cannot reach the internet at port 443")
+def filler_without_a_way_out(documents: list[Document]) -> None:
+    del named(documents, "NetworkPolicy", "fill-models")["spec"]["egress"]
+
+
+@mistake(
+    "gpu", "Job/fill-models: ['python', '/fill/filler.py', '/fill/models.toml', '/models'] is none of our programs"
+)
+def filler_without_its_script(documents: list[Document]) -> None:
+    containers(named(documents, "Job", "fill-models"))[0]["command"][1] = "/fill/filler.py"
+
+
+@mistake("gpu", "there is no PersistentVolumeClaim/models")
+def claim_that_is_not_there(documents: list[Document]) -> None:
+    documents.remove(named(documents, "PersistentVolumeClaim", "models"))
+
+
+@mistake("gpu", "Job/fill-models: automountServiceAccountToken must be false")
+def filler_with_a_token(documents: list[Document]) -> None:
+    del pod(named(documents, "Job", "fill-models"))["automountServiceAccountToken"]
 
 
 @mistake("demo", "network: coordinator cannot reach DNS at port 53")

@@ -1,5 +1,6 @@
 """A model hub on loopback, which may break off its downloads, and an address where no hub is."""
 
+import hashlib
 import json
 import socket
 import threading
@@ -35,6 +36,11 @@ def unused_port() -> int:
         return port
 
 
+def blob_id(content: bytes) -> str:
+    """Return the hash by which git, and so a hub, knows a file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 @contextmanager
 def hub(whole: Mapping[str, bytes], broken: tuple[str, ...] = ()) -> Iterator[int]:
     """Serve one model, some of whose files break off; give the port."""
@@ -64,9 +70,12 @@ def hub(whole: Mapping[str, bytes], broken: tuple[str, ...] = ()) -> Iterator[in
         def _listing(self) -> bytes:
             if "/tree/" not in self.path:
                 return json.dumps({"id": MODEL, "sha": COMMIT, "siblings": []}).encode()
-            sizes = {name: len(content) for name, content in whole.items()} | dict.fromkeys(broken, PROMISED_BYTES)
+            files = dict(whole) | dict.fromkeys(broken, bytes(PROMISED_BYTES))
             return json.dumps(
-                [{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()]
+                [
+                    {"type": "file", "path": name, "size": len(content), "oid": blob_id(content)}
+                    for name, content in files.items()
+                ]
             ).encode()
 
         def log_message(self, *_: object) -> None:

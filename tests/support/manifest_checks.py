@@ -12,7 +12,8 @@ from pathlib import Path
 
 import kubernetes_validate  # type: ignore[import-untyped]  # it ships no types
 
-from specdec.serving.settings import ServiceSettings
+from tests.support import lifecycle_checks
+from tests.support.apply_checks import apply_problems
 from tests.support.manifests import (
     PROGRAMS,
     REPOSITORY,
@@ -22,8 +23,10 @@ from tests.support.manifests import (
     containers,
     dockerfile,
     environment,
+    gpus,
     has_main,
-    module_of,
+    max_pods,
+    mounted_files,
     named,
     of_kind,
     pod,
@@ -40,8 +43,7 @@ from tests.support.manifests import (
 )
 from tests.support.network_policies import network_problems
 
-VERSIONS = ("1.30", "1.32")
-DRAIN_MARGIN_S = 10  # to close sockets and free a model after the drain
+VERSIONS = ("1.30", "1.32", "1.35")
 PORT_NAMES = {"grpc": "SPECDEC_PORT", "metrics": "SPECDEC_METRICS_PORT"}
 # Pod Security, level restricted
 RESTRICTED_VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected"}
@@ -88,7 +90,8 @@ def _schema_problem(document: str, version: str) -> str:
 def selector_problems(documents: Sequence[Document]) -> Iterator[str]:
     """Selectors match the pods that they are meant for."""
     for workload in workloads(documents):
-        if not selects(workload["spec"]["selector"], pod_labels(workload)):
+        # a job's selector is made by the API server
+        if workload["kind"] != "Job" and not selects(workload["spec"]["selector"], pod_labels(workload)):
             yield f"{title(workload)}: its selector does not match its own pods"
     for document in of_kind(documents, "Service", "PodDisruptionBudget"):
         selector = document["spec"]["selector"]
@@ -188,15 +191,6 @@ def probe_problems(documents: Sequence[Document]) -> Iterator[str]:
             yield f"{title(workload)} livenessProbe: a worker that drains must not be killed; ask for the process"
 
 
-def startup_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """A rollout's deadline is longer than the slowest start."""
-    for workload, container, _ in programs(documents):
-        startup = probes(container).get("startupProbe", {})
-        allowed_s = startup.get("periodSeconds", 10) * startup.get("failureThreshold", 3)
-        if workload["spec"].get("progressDeadlineSeconds", 600) <= allowed_s:
-            yield f"{title(workload)}: a start may take {allowed_s} s, longer than progressDeadlineSeconds"
-
-
 def settings_problems(documents: Sequence[Document]) -> Iterator[str]:
     """Every program accepts its variables and arguments."""
     for workload, container, program in programs(documents):
@@ -217,8 +211,14 @@ def image_problems(documents: Sequence[Document]) -> Iterator[str]:
                 yield f"{title(workload)}: the image {container['image']} has no version"
             if "specdec" in container["image"] and stage not in dockerfile().stages:
                 yield f"{title(workload)}: deploy/Dockerfile has no stage {stage!r}"
-            elif stage and not (module_of(container) in PROGRAMS and has_main(container)):
+            elif stage and not (has_main(container) or _runs_mounted_script(workload, container, documents)):
                 yield f"{title(workload)}: {command(container)} is none of our programs"
+
+
+def _runs_mounted_script(workload: Document, container: Document, documents: Sequence[Document]) -> bool:
+    """Return whether a container runs a script that a ConfigMap brings."""
+    words = command(container)
+    return words[0] == "python" and words[1] in mounted_files(workload, container, documents)
 
 
 def model_problems(documents: Sequence[Document]) -> Iterator[str]:
@@ -242,7 +242,7 @@ def address_problems(documents: Sequence[Document]) -> Iterator[str]:
         for name, variable in (("target", "SPECDEC_TARGET"), ("draft", "SPECDEC_DRAFT"), ("redis", "SPECDEC_STORE")):
             if variables.get(variable, "").partition("?")[0] not in _addresses(named(documents, "Service", name)):
                 yield f"{title(workload)}: {variable} is {variables.get(variable)}, not Service/{name}"
-        if workload["spec"]["replicas"] > 1 and variables.get("SPECDEC_STORE", "embedded") == "embedded":
+        if max_pods(workload, documents) > 1 and variables.get("SPECDEC_STORE", "embedded") == "embedded":
             yield f"{title(workload)}: several coordinators need one store"
 
 
@@ -252,37 +252,6 @@ def _addresses(service: Document) -> list[str]:
     if service["spec"].get("clusterIP") == "None":
         return [f"dns:///{host}:{port}"]
     return [f"{scheme}://{host}:{port}/0" for scheme in ("redis", "rediss")]
-
-
-def drain_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """The grace period covers the wait before SIGTERM, the drain, and a margin."""
-    for workload, container, program in programs(documents):
-        settings = read_settings(program, environment(container, documents), [])
-        waits_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-        grace_s = pod(workload).get("terminationGracePeriodSeconds", 30)
-        if not waits_s:
-            yield f"{title(workload)}: preStop does not wait; calls still arrive when it stops accepting them"
-        if isinstance(settings, ServiceSettings) and grace_s < waits_s + settings.drain_s + DRAIN_MARGIN_S:
-            yield f"{title(workload)}: {grace_s} s of grace; preStop takes {waits_s}, the drain {settings.drain_s}"
-
-
-def disruption_problems(documents: Sequence[Document]) -> Iterator[str]:
-    """Nodes can be drained, one pod at a time; a rollout never stops all pods of a service, except with GPUs."""
-    budgets = {budget["metadata"]["name"]: budget["spec"] for budget in of_kind(documents, "PodDisruptionBudget")}
-    for workload in of_kind(documents, "Deployment"):
-        rolling = workload["spec"].get("strategy", {}).get("rollingUpdate", {})
-        expected = (0, 1) if gpus(workload) else (1, 0)
-        if (rolling.get("maxSurge"), rolling.get("maxUnavailable")) != expected:
-            yield f"{title(workload)}: maxSurge and maxUnavailable should be {expected}"
-        if budgets.get(workload["metadata"]["name"], {}).get("maxUnavailable") != 1:
-            yield f"{title(workload)}: has no PodDisruptionBudget with maxUnavailable 1"
-        if not pod(workload).get("topologySpreadConstraints"):
-            yield f"{title(workload)}: its pods are not spread over nodes"
-
-
-def gpus(workload: Document) -> int:
-    """Return how many GPUs a pod has."""
-    return sum(int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) for container in containers(workload))
 
 
 def gpu_problems(documents: Sequence[Document]) -> Iterator[str]:
@@ -394,18 +363,17 @@ def store_commands() -> set[str]:
 
 
 CHECKS = (
+    *lifecycle_checks.CHECKS,
+    apply_problems,
     selector_problems,
     reference_problems,
     mount_problems,
     port_problems,
     probe_problems,
-    startup_problems,
     settings_problems,
     image_problems,
     model_problems,
     address_problems,
-    drain_problems,
-    disruption_problems,
     gpu_problems,
     resource_problems,
     security_problems,

@@ -22,7 +22,9 @@ from specdec.serving.settings import ServiceSettings, load
 from target_service.settings import TargetSettings
 
 REPOSITORY = Path(__file__).parents[2]
-OVERLAYS = REPOSITORY / "deploy/kubernetes/overlays"
+KUBERNETES = REPOSITORY / "deploy/kubernetes"
+OVERLAYS, COMPONENTS = KUBERNETES / "overlays", KUBERNETES / "components"
+APART = ("namespace", "models")  # what is applied before an overlay, and outlives it
 UNITS = {"m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
 Document = dict[str, Any]
@@ -50,6 +52,24 @@ def render(folder: Path) -> list[Document]:
     result = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"kubectl kustomize {folder}: {result.stderr}"
     return list(yaml.safe_load_all(result.stdout))
+
+
+def render_whole(folder: Path) -> list[Document]:
+    """Return the documents of a kustomization, and of those that are applied before it."""
+    return [document for each in (*(KUBERNETES / name for name in APART), folder) for document in render(each)]
+
+
+def compose(folder: Path, overlay: str, components: Sequence[str]) -> Path:
+    """Write a kustomization of an overlay and components, as a user would; return its folder."""
+    folder.mkdir(exist_ok=True)
+    content = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [os.path.relpath(OVERLAYS / overlay, folder)],
+        "components": [os.path.relpath(COMPONENTS / name, folder) for name in components],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    return folder
 
 
 def of_kind(documents: Sequence[Document], *kinds: str) -> list[Document]:
@@ -98,7 +118,41 @@ def environment(container: Document, documents: Sequence[Document]) -> dict[str,
     result: dict[str, str] = {}
     for source in container.get("envFrom", []):
         result |= maps.get(source["configMapRef"]["name"], {})
-    return result | {entry["name"]: entry["value"] for entry in container.get("env", [])}
+    return result | {entry["name"]: entry["value"] for entry in container.get("env", []) if "value" in entry}
+
+
+def mounted_files(workload: Document, container: Document, documents: Sequence[Document]) -> dict[str, str]:
+    """Return the files that ConfigMaps bring into a container, by path."""
+    maps = {document["metadata"]["name"]: document.get("data", {}) for document in of_kind(documents, "ConfigMap")}
+    volumes = {volume["name"]: volume for volume in pod(workload).get("volumes", [])}
+    return {
+        f"{mount['mountPath']}/{name}": text
+        for mount in container.get("volumeMounts", [])
+        for name, text in maps.get(volumes.get(mount["name"], {}).get("configMap", {}).get("name"), {}).items()
+    }
+
+
+def min_pods(workload: Document, documents: Sequence[Document]) -> int:
+    """Return how many pods a workload starts with: its own number, else its autoscaler's minimum."""
+    return int(workload["spec"].get("replicas") or _autoscaled(workload, documents).get("minReplicas", 1))
+
+
+def max_pods(workload: Document, documents: Sequence[Document]) -> int:
+    """Return how many pods a workload may have."""
+    return int(workload["spec"].get("replicas") or _autoscaled(workload, documents).get("maxReplicas", 1))
+
+
+def _autoscaled(workload: Document, documents: Sequence[Document]) -> Document:
+    for autoscaler in of_kind(documents, "HorizontalPodAutoscaler"):
+        if autoscaler["spec"]["scaleTargetRef"]["name"] == workload["metadata"]["name"]:
+            spec: Document = autoscaler["spec"]
+            return spec
+    return {}
+
+
+def gpus(workload: Document) -> int:
+    """Return how many GPUs a pod has."""
+    return sum(int(container["resources"]["limits"].get("nvidia.com/gpu", 0)) for container in containers(workload))
 
 
 def container_ports(container: Document) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 
 from tests.support.manifests import (
     Document,
@@ -21,12 +22,21 @@ class Peer:
 
     labels: Mapping[str, str]
     namespace: Mapping[str, str]
+    address: str = ""  # of a peer outside the cluster
+
+
+OUTSIDE = {
+    "the internet": Peer({}, {}, "203.0.113.1"),
+    "the cloud's metadata": Peer({}, {}, "169.254.169.254"),
+    "a private network": Peer({}, {}, "10.1.2.3"),
+}
+FILLER = "fill-models"
 
 
 def network_problems(documents: Sequence[Document]) -> Iterator[str]:
     """The connections that a round needs are allowed; all others are denied."""
     peers = {workload["metadata"]["name"]: _peer_of(workload, documents) for workload in workloads(documents)}
-    peers |= {
+    peers |= OUTSIDE | {
         "a client": Peer({}, {"specdec-client": "true"}),
         "another pod": Peer({}, {}),
         "Prometheus": Peer({}, {"kubernetes.io/metadata.name": "monitoring"}),
@@ -50,7 +60,8 @@ def _edges(documents: Sequence[Document]) -> dict[tuple[str, str, int], bool]:
     needed |= {("Prometheus", name, ports[name]["metrics"]) for name in ("coordinator", "draft", "target")}
     others = ("a client", "another pod", "Prometheus")
     possible = {(source, name, port) for source in (*names, *others) for name in names for port in ports[name].values()}
-    possible |= {(name, "another pod", 443) for name in names}
+    possible |= {(name, other, 443) for name in names for other in ("another pod", *OUTSIDE)}
+    needed |= {(FILLER, "the internet", 443), (FILLER, "DNS", 53)} if FILLER in names else set()
     return {edge: edge in needed for edge in possible | needed}
 
 
@@ -87,7 +98,16 @@ def _rule_matches(rule: Document, direction: str, subject: Peer, other: Peer, po
 
 def _entry_matches(entry: Document, subject: Peer, other: Peer) -> bool:
     if "ipBlock" in entry:
+        return _block_matches(entry["ipBlock"], other.address)
+    if other.address:
         return False
     if "namespaceSelector" in entry:
         return selects(entry["namespaceSelector"], other.namespace) and selects(entry.get("podSelector"), other.labels)
     return subject.namespace == other.namespace and selects(entry["podSelector"], other.labels)
+
+
+def _block_matches(block: Document, address: str) -> bool:
+    if not address:
+        return False
+    excluded = any(ip_address(address) in ip_network(each) for each in block.get("except", []))
+    return ip_address(address) in ip_network(block["cidr"]) and not excluded
