@@ -50,7 +50,7 @@ def test_only_what_waits_for_redis_is_restarted(cluster: LocalCluster) -> None:
 
 
 async def test_a_generation_succeeds(cluster: LocalCluster) -> None:
-    async with AsyncClient(cluster.addresses("coordinator"), timeout_s=60) as client:
+    async with AsyncClient(cluster.addresses("coordinator"), insecure=True, timeout_s=60) as client:
         completion = await client.complete(PROMPT, sampling=GREEDY)
         plain = await client.complete(PROMPT, sampling=GREEDY, speculation=SpeculationParams(num_draft_tokens=0))
     assert completion.finish.reason is FinishReason.LENGTH
@@ -95,7 +95,7 @@ def test_redis_allows_only_the_coordinators_commands(cluster: LocalCluster) -> N
 async def test_generations_survive_a_coordinators_shutdown(cluster: LocalCluster) -> None:
     """A running generation ends by itself, or continues at the other coordinator; the client's text is complete."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=120, ignore_eos=True)
-    async with AsyncClient(cluster.addresses("coordinator"), timeout_s=60) as client:
+    async with AsyncClient(cluster.addresses("coordinator"), insecure=True, timeout_s=60) as client:
         whole = await client.complete(PROMPT, sampling=sampling)
         async with client.generate(PROMPT, sampling=sampling) as chunks:
             text = (await anext(chunks)).text

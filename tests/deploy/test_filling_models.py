@@ -15,7 +15,8 @@ import pytest
 
 from tests.support.certificates import Authority
 from tests.support.hubs import COMMIT, MODEL, hub
-from tests.support.manifests import REPOSITORY
+from tests.support.manifests import KUBERNETES, REPOSITORY, of_kind, render
+from tests.support.pods import LocalCluster
 
 PROGRAM = REPOSITORY / "deploy/kubernetes/models/fill.py"
 WEIGHTS = bytes(range(256)) * 400
@@ -206,6 +207,18 @@ def test_a_folder_that_changed_is_reported(tmp_path: Path) -> None:
     (tmp_path / "volume/target/config.json").write_bytes(b"[]")
     status, said = run(tmp_path / "volume", target=source)
     assert (status, "config.json in" in said, "has changed; delete the folder" in said) == (1, True, True)
+
+
+def test_the_job_fills_its_claim(tmp_path: Path) -> None:
+    documents = render(KUBERNETES / "models")
+    lists = next(each["data"] for each in of_kind(documents, "ConfigMap"))
+    lists["models.toml"] = f'[models]\ntarget = "file://{model_folder(tmp_path / "image")}"\n'
+    cluster = LocalCluster(documents, tmp_path, REPOSITORY / "models")
+    try:
+        assert cluster.run_job("fill-models") == (0, "fill: target: complete, 3 files, 0 MiB\n")
+        assert contents(cluster.of("fill-models")[0].local("/models/target")) == FILES
+    finally:
+        cluster.kill()
 
 
 def test_models_without_all_parts_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 The replacements; nothing else is changed:
 
 - a pod's network: a loopback address of its own, so ports stay as they are; a wildcard address becomes that address
-- cluster DNS: a Service's name is replaced by its pods' addresses
+- cluster DNS: a name server on loopback, which gRPC's addresses name, and a table for Python's own lookups
+- cert-manager: Secrets with certificates for the names that rendered Certificates list
 - an image: the Dockerfile's entry point, variables and models; Python is the one that runs the tests
 - a volume or writable folder: a folder
 - the kubelet: start, restart, probes, SIGTERM
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -27,6 +29,9 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.certificates import Authority
+from tests.support.dns_server import dns_server
+from tests.support.issuing import issued_secrets
 from tests.support.manifests import (
     REPOSITORY,
     Document,
@@ -34,6 +39,8 @@ from tests.support.manifests import (
     containers,
     dockerfile,
     environment,
+    min_pods,
+    mounted_files,
     named,
     of_kind,
     pod,
@@ -108,9 +115,18 @@ class Pod:
             self.started.add("startupProbe")
         return "startupProbe" in self.started and self.answers("readinessProbe")
 
+    def local(self, path: str) -> Path:
+        """Return the place of one of the pod's paths."""
+        return self.folder / "root" / path.strip("/")
+
+    def with_local_paths(self, text: str) -> str:
+        """Replace the pod's paths in a text."""
+        return PATH.sub(lambda match: str(self.local(match[0])), text)
+
     def _runs(self, words: Sequence[str], timeout_s: float) -> bool:
         # inside the pod redis-cli's default host would do
         words = [words[0], "-h", self.address, *words[1:]] if words[0] == "redis-cli" else list(words)
+        words = [self.with_local_paths(word) for word in words]
         return subprocess.run(words, capture_output=True, timeout=timeout_s, check=False).returncode == 0
 
 
@@ -118,16 +134,21 @@ class LocalCluster:
     """All pods of rendered manifests, with `models` instead of the repository's models/."""
 
     def __init__(self, documents: Sequence[Document], folder: Path, models: Path) -> None:
-        self._documents = documents
+        self.documents = documents
         self._models = models
+        self._hosts = folder / "hosts"
+        self._running = ExitStack()
+        self.authority = Authority()
+        self._secrets = issued_secrets(documents, self.authority)
         # of 127.0.0.0/8, so that two test runs do not collide
         network = f"127.{1 + os.getpid() // 250 % 250}.{os.getpid() % 250}"
         numbers = count(1)
         self.pods = [
             Pod(workload, f"{network}.{number}", folder / f"{workload['metadata']['name']}-{number}")
             for workload in workloads(documents)
-            for _, number in zip(range(workload["spec"]["replicas"]), numbers, strict=False)
+            for _, number in zip(range(min_pods(workload, documents)), numbers, strict=False)
         ]
+        self._dns = self._running.enter_context(dns_server(self._lookup, f"{network}.254"))
 
     def of(self, name: str) -> list[Pod]:
         """Return the pods of a workload."""
@@ -135,6 +156,8 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start all pods at once, and return when all are ready. Raises AssertionError with their logs."""
+        names = {name: self._lookup(name) for name in map(_name_of, of_kind(self.documents, "Service"))}
+        self._hosts.write_text("".join(f"{name} {found[0]}\n" for name, found in names.items() if found))
         for each in self.pods:
             self._prepare(each)
             self._start(each)
@@ -144,6 +167,15 @@ class LocalCluster:
             time.sleep(PAUSE_S)
             for each in self.pods:
                 self._restart_if_ended(each)
+
+    def run_job(self, name: str) -> tuple[int, str]:
+        """Run a job's pod to its end; return its exit status and its log."""
+        (job,) = self.of(name)
+        self._hosts.touch()
+        self._prepare(job)
+        self._start(job)
+        assert job.process
+        return job.process.wait(START_TIMEOUT_S), job.log
 
     def stop(self, pods: Sequence[Pod]) -> dict[str, tuple[int, float]]:
         """Send SIGTERM to pods; return how each ended: its exit status, and its share of the grace period."""
@@ -164,19 +196,21 @@ class LocalCluster:
             if each.process:
                 each.process.kill()
                 each.process.wait()
+        self._running.close()
 
     def addresses(self, service: str) -> str:
-        """Return the addresses that a Service's name resolves to."""
-        port = named(self._documents, "Service", service)["spec"]["ports"][0]["targetPort"]
-        return self._resolved(service, str(port))
+        """Return by which address gRPC finds all pods of a Service, by its name."""
+        document = named(self.documents, "Service", service)
+        return self._dns.of(f"{_name_of(document)}:{document['spec']['ports'][0]['targetPort']}")
 
     def variables(self, each: Pod) -> dict[str, str]:
         """Return the environment of a pod's process."""
         image = dockerfile().environment(stage_of(each.container))
-        given = image | environment(each.container, self._documents)
+        given = image | environment(each.container, self.documents)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         translated = {name: self._translated(each, value) for name, value in given.items()}
-        return {**translated, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+        imports = f"{REPOSITORY / 'tests/support/pod_names'}:{REPOSITORY}"
+        return {**translated, "PATH": path, "PYTHONPATH": imports, "HOSTS_FILE": str(self._hosts)}
 
     def _start(self, each: Pod) -> None:
         words = [self._translated(each, word) for word in command(each.container)]
@@ -196,16 +230,18 @@ class LocalCluster:
     def _prepare(self, each: Pod) -> None:
         """Create the pod's folders: volumes, and the models of its image."""
         for mount in each.container.get("volumeMounts", []):
-            self._local(each, mount["mountPath"]).mkdir(parents=True)
-            self._fill(each, mount)
+            each.local(mount["mountPath"]).mkdir(parents=True)
+            self._fill_with_secret(each, mount)
+        for path, text in mounted_files(each.workload, each.container, self.documents).items():
+            each.local(path).write_text(self._translated(each, text))
         for sources, destination in dockerfile().copies(stage_of(each.container)):
-            self._copy(sources, self._local(each, destination))
+            self._copy(sources, each.local(destination))
 
-    def _fill(self, each: Pod, mount: Document) -> None:
+    def _fill_with_secret(self, each: Pod, mount: Document) -> None:
         for volume in pod(each.workload).get("volumes", []):
-            if volume["name"] == mount["name"] and "configMap" in volume:
-                for name, text in named(self._documents, "ConfigMap", volume["configMap"]["name"])["data"].items():
-                    (self._local(each, mount["mountPath"]) / name).write_text(self._translated(each, text))
+            if volume["name"] == mount["name"] and "secret" in volume:
+                for name, content in self._secrets[volume["secret"]["secretName"]].items():
+                    (each.local(mount["mountPath"]) / name).write_bytes(content)
 
     def _copy(self, sources: Sequence[str], destination: Path) -> None:
         for source in sources:
@@ -216,29 +252,22 @@ class LocalCluster:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.symlink_to(path)
 
-    def _local(self, each: Pod, path: str) -> Path:
-        return each.folder / "root" / path.strip("/")
-
     def _translated(self, each: Pod, text: str) -> str:
-        """Replace paths in the pod, names of Services, and wildcard addresses."""
-        text = PATH.sub(lambda match: str(self._local(each, match[0])), text)
-        for service in of_kind(self._documents, "Service"):
-            name = service["metadata"]["name"]
-            host = re.escape(f"{name}.{service['metadata']['namespace']}.svc.cluster.local")
-            text = self._with_addresses(text, host, name)
+        """Replace paths in the pod, the cluster's name server, and wildcard addresses."""
+        text = each.with_local_paths(text).replace("dns:///", self._dns.of(""))
         return text.replace("0.0.0.0", each.address).replace("bind * -::*", f"bind {each.address}")
 
-    def _with_addresses(self, text: str, host: str, service: str) -> str:
-        """Replace a Service's URLs and host name, which is a regular expression, by addresses of its pods."""
-        text = re.sub(f"dns:///{host}:(\\d+)", lambda match: self._resolved(service, match[1]), text)
-        return re.sub(host, lambda _: self._pods_of(service)[0].address, text)
+    def _lookup(self, name: str) -> list[str] | None:
+        """Return the addresses that the cluster's DNS has for a name: the pods of a Service, ready or not."""
+        for service in of_kind(self.documents, "Service"):
+            if name == _name_of(service):
+                selector = {"matchLabels": service["spec"]["selector"]}
+                return [each.address for each in self.pods if selects(selector, pod_labels(each.workload))]
+        return None
 
-    def _resolved(self, service: str, port: str) -> str:
-        return "ipv4:" + ",".join(f"{each.address}:{port}" for each in self._pods_of(service))
 
-    def _pods_of(self, service: str) -> list[Pod]:
-        selector = {"matchLabels": named(self._documents, "Service", service)["spec"]["selector"]}
-        return [each for each in self.pods if selects(selector, pod_labels(each.workload))]
+def _name_of(service: Document) -> str:
+    return f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc.cluster.local"
 
 
 def _serving(address: str, service: str, timeout_s: float) -> bool:
