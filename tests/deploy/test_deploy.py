@@ -262,7 +262,12 @@ def models_that_are_not_mounted(documents: list[Document]) -> None:
 
 @mistake("demo", "not Service/draft")
 def address_of_no_service(documents: list[Document]) -> None:
-    variables(documents, "coordinator")["SPECDEC_DRAFT"] = "dns:///drafter.specdec.svc.cluster.local:50052"
+    variables(documents, "coordinator")["SPECDEC_DRAFT"] = "dns:///drafter.specdec.svc.cluster.local.:50052"
+
+
+@mistake("demo", "SPECDEC_TARGET is dns:///target.specdec.svc.cluster.local:50053, not Service/target")
+def name_without_an_end(documents: list[Document]) -> None:
+    variables(documents, "coordinator")["SPECDEC_TARGET"] = "dns:///target.specdec.svc.cluster.local:50053"
 
 
 @mistake("demo", "not Service/target")
@@ -334,11 +339,6 @@ def node_that_cannot_be_drained(documents: list[Document]) -> None:
 @mistake("demo", "Deployment/target livenessProbe: a process that hangs is left alone for 600 s")
 def liveness_that_never_ends_a_hanging_process(documents: list[Document]) -> None:
     container(documents, "target")["livenessProbe"]["failureThreshold"] = 60
-
-
-@mistake("demo", "Deployment/target livenessProbe: ends after 30 s what drains 30.0 s")
-def liveness_that_cuts_the_drain_of_a_stopped_engine(documents: list[Document]) -> None:
-    container(documents, "target")["livenessProbe"]["failureThreshold"] = 3
 
 
 @mistake("demo-autoscaling", "Deployment/draft: 2 of an autoscaler and `replicas` decide")

@@ -250,7 +250,7 @@ def _addresses(service: Document) -> list[str]:
     host = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc.cluster.local"
     port = service["spec"]["ports"][0]["port"]
     if service["spec"].get("clusterIP") == "None":
-        return [f"dns:///{host}:{port}"]
+        return [f"dns:///{host}.:{port}"]
     return [f"{scheme}://{host}:{port}/0" for scheme in ("redis", "rediss")]
 
 
