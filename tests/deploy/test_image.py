@@ -3,10 +3,14 @@
 import re
 import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+from deploy import lock
 from deploy.image_check import pip_settings
 from deploy.image_check.engine import NOTHING_BUILDS, choose_engine
 from deploy.image_check.generation import Generated, compare, parse
@@ -43,17 +47,60 @@ def pip_problems(calls: list[Call]) -> Iterator[str]:
     installed: set[str] = set()
     for call in (call for call in calls if call.program == "pip"):
         if call.words[0] == "install":
-            installed |= set(call.words)
-            if "--constraint" not in call.words or _constraint(call) != CONSTRAINTS:
-                yield f"{call.stage}: pip {' '.join(call.words)} has no constraints"
+            installed |= {requirement.split("==")[0] for requirement in locked(_file(call, "--requirement"))}
+            if not _is_pinned(call):
+                yield f"{call.stage}: pip {' '.join(call.words)} is not pinned"
         elif not {"--no-build-isolation", "--no-deps"} <= set(call.words):
             yield f"{call.stage}: pip {call.words[0]} fetches what is not pinned"
         else:
             yield from (f"{call.stage}: {name} is not installed" for name in build_requirements() - installed)
 
 
-def _constraint(call: Call) -> str:
-    return Path(call.words[call.words.index("--constraint") + 1]).read_text()
+def _is_pinned(call: Call) -> bool:
+    """Hashes, nothing from outside, or - for torch and its libraries - versions."""
+    if "--requirement" in call.words:
+        return {"--require-hashes", "--no-deps"} <= set(call.words)
+    return "--no-index" in call.words or _file(call, "--constraint") == CONSTRAINTS
+
+
+def _file(call: Call, option: str) -> str:
+    return Path(call.words[call.words.index(option) + 1]).read_text() if option in call.words else ""
+
+
+def locked(text: str) -> dict[str, int]:
+    """Return the requirements of a file, each with the number of its hashes."""
+    entries = text.replace(" \\\n", " ").splitlines()
+    return {entry.split()[0]: entry.count("--hash=sha256:") for entry in entries if not entry.startswith("#")}
+
+
+def test_locked_packages_are_those_of_the_constraints() -> None:
+    """`python -m deploy.lock` was run after constraints.txt had changed."""
+    pins = {
+        canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in CONSTRAINTS.splitlines() if "==" in line
+    }
+    for name, requirements in lock.sets().items():
+        found = locked((lock.FOLDER / f"{name}.txt").read_text())
+        assert min(found.values()) >= 1
+        versions = {canonicalize_name(each.split("==")[0]): each.split("==")[1] for each in found}
+        assert versions.items() <= pins.items()
+        assert {canonicalize_name(Requirement(each).name) for each in requirements} <= versions.keys()
+
+
+def test_locked_packages_are_complete() -> None:
+    """What the installed packages of the same versions require is in the same or an earlier step."""
+    before: set[str] = set()
+    for name in ("services", "models"):
+        found = {canonicalize_name(each.split("==")[0]) for each in locked((lock.FOLDER / f"{name}.txt").read_text())}
+        needed = {required for each in found for required in requirements_of(each)}
+        assert needed - found - before == set()
+        before |= found
+
+
+def requirements_of(name: str) -> set[str]:
+    wanted = map(Requirement, metadata.requires(name) or [])
+    return {
+        canonicalize_name(each.name) for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})
+    }
 
 
 def test_every_image_can_be_built(built: DryBuild) -> None:
@@ -89,10 +136,11 @@ def test_an_empty_torch_index_means_pips_default(index: str, tmp_path: Path) -> 
         ("RUN python3 -m venv /opt/specdec", "RUN python -m venv /opt/specdec", "python: not found"),
         ("COPY protos", "COPY proto", "wheel: COPY proto: there is no such file"),
         ("COPY models/draft", "COPY models/train.py", "demo-draft: COPY models/train.py: there is no such file, or"),
-        ("COPY constraints.txt /constraints.txt\nCOPY --from=wheel", "COPY --from=wheel", "No such file or directory"),
+        ("COPY deploy/requirements/services.txt", "COPY deploy/requirements/service.txt", "there is no such file"),
+        ("--require-hashes", "", "services.txt is not pinned"),
         ("--constraint /constraints.txt --no-deps", "--no-deps", "worker-packages: pip install"),
         ("--no-build-isolation --check", "--check", "wheel: pip wheel fetches what is not pinned"),
-        ("setuptools grpcio-tools mypy-protobuf", "setuptools grpcio-tools", "wheel: mypy-protobuf is not installed"),
+        ("COPY deploy/requirements/build.txt", "COPY deploy/requirements/models.txt", "wheel: mypy-protobuf is not"),
     ],
 )
 def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, expected: str, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
 with open({calls!r}, "a") as calls:
     print(json.dumps([os.environ["STAGE"], name, *words]), file=calls)
 for option, value in zip(words, words[1:]):
-    if option == "--constraint":
+    if option in ("--constraint", "--requirement"):
         Path(value).read_text()
 if words[:2] == ["-m", "venv"]:
     for program in ("python", "python3", "pip"):
