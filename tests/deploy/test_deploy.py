@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.apply_checks import always_patched
-from tests.support.manifest_checks import VERSIONS, problems, schema_problems
+from tests.support.manifest_checks import problems
 from tests.support.manifests import (
     KUBERNETES,
     OVERLAYS,
@@ -27,6 +27,7 @@ from tests.support.manifests import (
     render_whole,
     title,
 )
+from tests.support.schema_checks import VERSIONS, schema_problems
 
 COMBINATIONS = {
     "-".join((overlay, *components)): (overlay, components)
