@@ -16,6 +16,8 @@ import grpc
 import pytest
 import redis
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from specdec import AsyncClient, FinishReason, SamplingParams, SpeculationParams, UnavailableError
 from specdec.tls import TlsFiles
@@ -114,7 +116,10 @@ def test_redis_needs_a_certificate(cluster: LocalCluster) -> None:
     without_one = {"ssl": True, "ssl_ca_data": cluster.authority.pem.decode(), "ssl_check_hostname": False}
     ways: list[dict[str, Any]] = [{}, without_one]
     for encryption in ways:
-        with redis.Redis(server.address, **encryption) as client, pytest.raises((redis.ConnectionError, ssl.SSLError)):
+        with (
+            redis.Redis(server.address, retry=Retry(NoBackoff(), 0), **encryption) as client,
+            pytest.raises((redis.ConnectionError, ssl.SSLError)),
+        ):
             client.ping()
 
 
