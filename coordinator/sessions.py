@@ -3,7 +3,7 @@
 Safety is the epoch's: a commit names the epoch, length and digest that it builds on, and the script refuses anything
 else. A commit whose reply was lost is recognised when it is repeated, so the client library may retry.
 
-The embedded store is fakeredis in this process, running the same Lua (coordinator/redis_client.py).
+Where the sessions are: coordinator/stores.
 """
 
 import secrets
@@ -19,8 +19,9 @@ from google.protobuf.message import DecodeError
 
 from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
-from coordinator.redis_client import RedisClient, open_redis
 from coordinator.session_ids import SECRET_BYTES
+from coordinator.stores.client import PATIENCE_S, RedisClient
+from coordinator.stores.opening import open_redis
 from specdec import messages
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, UnavailableError
 from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
@@ -80,10 +81,13 @@ class SessionStore:
         self._claim, self._cancel = redis.script("claim", _is_contents), redis.script("cancel", _is_status)
         self._secret = redis.script("secret", lambda reply: isinstance(reply, bytes) and len(reply) == SECRET_BYTES)
 
-    async def ping(self) -> None:
-        """Return once Redis answered. Raises ValueError for one that gives up sessions when it is full."""
+    async def ping(self) -> bool:
+        """Return once Redis answered: whether it says that it keeps sessions when it is full.
+
+        Raises ValueError for one that gives them up.
+        """
         await self._redis.ping()
-        await self._redis.refuse_eviction()
+        return await self._redis.refuse_eviction()
 
     async def secret(self) -> bytes:
         """Return the secret that keys session ids; it stays as long as the store."""
@@ -173,9 +177,11 @@ class SessionStore:
             raise UnavailableError(f"the session store gave a malformed session ({type(error).__name__})") from error
 
 
-def open_store(url: str, ttl_s: float, password_file: Path | None = None) -> SessionStore:
-    """Return the store at a URL, or the embedded one. Raises ValueError for a URL that Redis does not know."""
-    return SessionStore(open_redis(url, password_file), ttl_s)
+def open_store(
+    url: str, ttl_s: float, password_file: Path | None = None, *, num_replicas: int = 0, patience_s: float = PATIENCE_S
+) -> SessionStore:
+    """Return the store at an address, or one in this process ("memory"). Raises ValueError for a wrong address."""
+    return SessionStore(open_redis(url, password_file, num_replicas=num_replicas, patience_s=patience_s), ttl_s)
 
 
 def keys(session_id: str) -> list[str]:

@@ -8,8 +8,8 @@ from itertools import count
 import pytest
 
 from coordinator.generation import Round
-from coordinator.redis_client import open_redis
 from coordinator.sessions import SessionStore, Status, open_store
+from coordinator.stores.opening import open_redis
 from specdec.errors import DataLossError, FencedError, NotFoundError, OverloadedError, UnavailableError
 from specdec.types import FinishReason, Statistics
 from tests.support.toy_coordinator import (
@@ -30,7 +30,7 @@ from tests.support.toy_coordinator import (
 @pytest.fixture
 async def store() -> AsyncIterator[SessionStore]:
     """A store that ends with nothing left running."""
-    store = open_store("embedded", 1000.0)
+    store = open_store("memory", 1000.0)
     yield store
     await store.close()
     await until(lambda: not generation_tasks())
@@ -46,7 +46,7 @@ async def coordinator(store: SessionStore) -> ToyCoordinator:
 @pytest.fixture
 async def undisturbed() -> list[int]:
     """The session's tokens without any disturbance."""
-    alone = ToyCoordinator(open_store("embedded", 1000.0))
+    alone = ToyCoordinator(open_store("memory", 1000.0))
     await alone.create("s")
     tokens = await alone.tokens("s")
     await alone.store.close()
@@ -113,7 +113,7 @@ class LosingStore(SessionStore):
 
 
 async def test_tokens_whose_commit_failed_are_never_seen() -> None:
-    losing = LosingStore(open_redis("embedded"), 1000.0)
+    losing = LosingStore(open_redis("memory"), 1000.0)
     losing.fail_from = 9
     coordinator = ToyCoordinator(losing)
     await coordinator.create("s")

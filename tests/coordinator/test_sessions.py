@@ -1,13 +1,12 @@
 """The session store: embedded and real Redis, lost replies, old owners, a store restored from backup, mutants."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from fakeredis import FakeAsyncRedis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,12 +17,17 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from redis.exceptions import AuthenticationError, ResponseError
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
 from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
-from coordinator.redis_client import MAX_CALLS, RedisClient, open_redis, read_script
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
+from coordinator.stores.client import PATIENCE_S, RedisClient
+from coordinator.stores.node import MAX_CALLS, Command, Node
+from coordinator.stores.opening import memory_pool, open_redis
+from coordinator.stores.routes import FixedRoute
+from coordinator.stores.scripts import read_script
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
@@ -65,22 +69,23 @@ class OpenStore(SessionStore):
 
     def __init__(self, client: RedisClient, ttl_s: float) -> None:
         super().__init__(client, ttl_s)
-        self.redis = client.redis
+        assert isinstance(client.route, FixedRoute)
+        self.redis = Redis(connection_pool=client.route.node.pool)
 
 
 @asynccontextmanager
-async def opened(url: str, ttl_s: float = TTL_S) -> AsyncIterator[OpenStore]:
-    store = OpenStore(open_redis(url), ttl_s)
+async def opened(url: str, ttl_s: float = TTL_S, patience_s: float = PATIENCE_S) -> AsyncIterator[OpenStore]:
+    store = OpenStore(open_redis(url, patience_s=patience_s), ttl_s)
     try:
         yield store
     finally:
         await store.close()
 
 
-@pytest.fixture(params=["embedded", "redis"])
+@pytest.fixture(params=["memory", "redis"])
 async def store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]:
     """An empty store of each kind."""
-    url = "embedded" if request.param == "embedded" else request.getfixturevalue("redis_url")
+    url = "memory" if request.param == "memory" else request.getfixturevalue("redis_url")
     async with opened(url) as store:
         yield store
 
@@ -166,8 +171,8 @@ async def test_nothing_follows_a_finish(store: OpenStore) -> None:
         await commit(store, 1, round_after((*PROMPT, 1), (2,)))
 
 
-async def test_the_embedded_store_is_one_process_own() -> None:
-    async with opened("embedded") as one, opened("embedded") as other:
+async def test_the_store_in_memory_is_its_openers_own() -> None:
+    async with opened("memory") as one, opened("memory") as other:
         await create(one)
         with pytest.raises(NotFoundError):
             await other.read(SESSION)
@@ -344,7 +349,7 @@ async def fails(check: Callable[[OpenStore], Awaitable[None]], script: str, old:
         assert name != script or text.count(old) == 1, f"{script}.lua has changed; change the mutant with it"
         return text.replace(old, new) if name == script else text
 
-    store = OpenStore(RedisClient(FakeAsyncRedis(), read_script=mutated), TTL_S)
+    store = OpenStore(RedisClient(FixedRoute(Node(memory_pool())), read_script=mutated), TTL_S)
     try:
         await check(store)
     except (AssertionError, SpecdecError, SessionCancelled, pytest.fail.Exception):
@@ -381,7 +386,7 @@ async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
 
 
 async def test_a_lost_reply_does_not_repeat_a_commit(proxy: Proxy) -> None:
-    """redis-py repeats it; the script recognises it."""
+    """It is repeated; the script recognises it."""
     async with opened(proxy.url) as store:
         await create(store)
         epoch = (await store.claim(SESSION)).epoch
@@ -410,11 +415,13 @@ async def test_lost_replies_do_not_undo_creation_or_claim(proxy: Proxy) -> None:
 
 
 async def test_an_unguarded_append_would_be_doubled(proxy: Proxy) -> None:
-    """The control: the proxy and redis-py do repeat a command that was executed."""
-    async with opened(proxy.url) as store:
-        await store.redis.incr("counter")
-        proxy.lose_reply()
-        assert await store.redis.incr("counter") == 3
+    """The control: the proxy loses the reply of a command that was executed, and the client repeats it."""
+    client = RedisClient(open_redis(proxy.url).route, read_script=lambda _: "return redis.call('INCR', KEYS[1])")
+    increase = client.script("increase", lambda _: True)
+    await increase(["counter"], [])
+    proxy.lose_reply()
+    assert await increase(["counter"], []) == 3
+    await client.close()
 
 
 async def test_connections_that_are_cut_are_made_again(proxy: Proxy) -> None:
@@ -442,7 +449,7 @@ async def test_an_abandoned_call_leaves_no_stale_reply(proxy: Proxy) -> None:
 
 async def test_the_store_recovers_when_redis_is_back() -> None:
     with running_redis(append_only=True) as server:
-        async with opened(server.url) as store:
+        async with opened(server.url, patience_s=0.5) as store:
             await create(store)
             epoch = (await store.claim(SESSION)).epoch
             await commit(store, epoch, round_after(PROMPT, (1,)))
@@ -510,14 +517,30 @@ async def test_a_session_expires(redis_server: RedisServer, redis_url: str) -> N
             await store.claim(SESSION)
 
 
-@pytest.mark.parametrize("error", [ResponseError("DB index is out of range"), AuthenticationError("wrong password")])
-async def test_refusals_of_redis_are_quoted(error: Exception) -> None:
-    class Refusing(FakeAsyncRedis):
-        async def ping(self, **_: Any) -> Any:
-            raise error
+class Replying(Node):
+    """A server that always says the same."""
 
+    def __init__(self, reply: object) -> None:
+        super().__init__(memory_pool())
+        self._reply = reply
+
+    async def execute(self, commands: Sequence[Command]) -> list[Any]:
+        if isinstance(self._reply, RedisError) and not isinstance(self._reply, ResponseError):
+            raise self._reply
+        return [self._reply for _ in commands]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ResponseError("DB index is out of range"),
+        AuthenticationError("wrong password"),
+        NoPermissionError("no permissions to run evalsha"),
+    ],
+)
+async def test_refusals_of_redis_are_quoted(error: Exception) -> None:
     with pytest.raises(UnavailableError, match=f"the session store refuses .{error}.; see to its address, password"):
-        await RedisClient(Refusing()).ping()
+        await RedisClient(FixedRoute(Replying(error))).ping()
 
 
 CALLS: dict[str, Callable[[SessionStore], Awaitable[object]]] = {
@@ -532,14 +555,7 @@ NO_SESSION: list[tuple[str, object]] = [("cancel", None), ("claim", [])]  # thes
 
 
 def store_that_replies(reply: object) -> SessionStore:
-    class Replying(FakeAsyncRedis):
-        def register_script(self, script: object) -> Any:
-            async def run(**_: object) -> object:
-                return reply
-
-            return run
-
-    return SessionStore(RedisClient(Replying()), TTL_S)
+    return SessionStore(RedisClient(FixedRoute(Replying(reply))), TTL_S)
 
 
 @pytest.mark.parametrize(
@@ -557,7 +573,7 @@ async def test_unreadable_sessions_are_unavailable(fields: list[bytes]) -> None:
 
 
 async def test_urls_that_redis_rejects_are_refused() -> None:
-    with pytest.raises(ValueError, match="scheme"):
+    with pytest.raises(ValueError, match="give embedded, redis://"):
         open_store("http://127.0.0.1", TTL_S)
 
 
@@ -598,7 +614,7 @@ async def test_1024_commits_survive_a_pause_of_redis(redis_server: RedisServer, 
 
 async def test_a_call_gives_up_waiting_for_its_turn(redis_server: RedisServer, redis_url: str) -> None:
     redis = open_redis(redis_url)
-    impatient = RedisClient(redis.redis, max_wait_s=0.01)
+    impatient = RedisClient(redis.route, patience_s=0.01)
     with redis_server.paused():
         calls = [asyncio.create_task(impatient.ping()) for _ in range(MAX_CALLS + 1)]
         with pytest.raises(UnavailableError, match="too many calls wait"):

@@ -8,11 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from coordinator import redis_client
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.draft import DraftWorkers
 from coordinator.prompts import Prompts
-from coordinator.redis_client import RedisClient
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.service import Coordinator
@@ -20,6 +18,8 @@ from coordinator.servicer import GenerationServicer
 from coordinator.session_ids import SessionIds
 from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
+from coordinator.stores import scripts
+from coordinator.stores.client import RedisClient
 from coordinator.target import TargetWorkers
 from draft_service.model.drafter import ModelDrafter
 from draft_service.model.tasks import DraftProcessor
@@ -99,7 +99,7 @@ class Cluster:
             draft = DraftWorkers(network.channel("draft"), DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
             workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER, outside))
             running = self.running[process.name] = RunningGenerations(8)
-            redis = RedisClient(store.client(outside), read_script=redis_client.read_script)
+            redis = RedisClient(store.route(), outside=outside, read_script=scripts.read_script)
             sessions = SessionStore(redis, SESSION_TTL_S)
             limits = RequestLimits(MAX_NEW_TOKENS, 8)
             service = Coordinator(workers, PROMPTS, sessions, running, limits, outside)

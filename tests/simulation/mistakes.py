@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from coordinator import redis_client
+from coordinator.stores import scripts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,13 @@ def rewritten(place: str, old: str, new: str) -> Iterator[None]:
 @contextmanager
 def script(place: str, old: str, new: str) -> Iterator[None]:
     """Replace a part of one Lua script."""
-    read = redis_client.read_script
+    read = scripts.read_script
 
     def changed(name: str) -> str:
         text = read(name)
         return replaced(text, old, new) if f"{name}.lua" == place else text
 
-    with mock.patch.object(redis_client, "read_script", changed):
+    with mock.patch.object(scripts, "read_script", changed):
         yield
 
 

@@ -17,14 +17,15 @@ import fakeredis._helpers
 import fakeredis._socket._base
 from fakeredis import FakeServer
 from fakeredis._clients._async import FakeAsyncRedisConnection
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from coordinator.redis_client import NUM_RETRIES, SOCKET_TIMEOUT_S, PolicyBackoff
 from coordinator.session_ids import SECRET_BYTES
-from specdec.outside import Outside
+from coordinator.stores.node import MAX_CALLS, SOCKET_TIMEOUT_S, Node
+from coordinator.stores.routes import FixedRoute
 from tests.simulation.loop import CURRENT, outside_of_processes, virtual_loop
 
 LATE_SHARE = 0.003
@@ -104,18 +105,18 @@ class SimulatedRedis:
         for key, item in copy.deepcopy(contents).items():
             self.server.dbs[0][key] = item
 
-    def client(self, outside: Outside) -> Redis:
-        """Return a client as production makes it, with redis-py's own retries."""
+    def route(self) -> FixedRoute:
+        """Return the way to it, as production makes it."""
         pool = ConnectionPool(
             connection_class=SimulatedConnection,
             simulated=self,
             server=self.server,
             version=(7,),
-            retry=Retry(PolicyBackoff(outside), NUM_RETRIES),
+            retry=Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
             protocol=2,
-            max_connections=100,
+            max_connections=MAX_CALLS,
         )
-        return Redis(connection_pool=pool)
+        return FixedRoute(Node(pool))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
+from coordinator.stores.client import RedisClient
 
-from coordinator.redis_client import RedisClient
 from specdec.outside import Outside
 from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.simulation.loop import Process, SimulationStuck, VirtualLoop, virtual_loop
@@ -164,7 +164,7 @@ def test_killed_server_ends_its_calls() -> None:
 def counter(store: SimulatedRedis) -> Any:
     """Return a script that counts its calls, on a connection of its own."""
     outside = Outside(lambda: virtual_loop().time(), lambda: 0.5)
-    client = RedisClient(store.client(outside), read_script=lambda _: "return redis.call('INCR', KEYS[1])")
+    client = RedisClient(store.route(), outside=outside, read_script=lambda _: "return redis.call('INCR', KEYS[1])")
     return client.script("count", lambda reply: True)
 
 

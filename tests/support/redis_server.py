@@ -21,8 +21,9 @@ COMMAND = "redis-server"
 class RedisServer:
     """One redis-server on a loopback port, its data in a temporary folder."""
 
-    def __init__(self, folder: Path, *, append_only: bool) -> None:
+    def __init__(self, folder: Path, *, append_only: bool, **settings: object) -> None:
         self._folder = folder
+        self._settings = {name.replace("_", "-"): value for name, value in settings.items()}
         self._append_only = append_only
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
@@ -50,12 +51,16 @@ class RedisServer:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend the process: it does not answer, its connections stay open."""
-        assert self._process
-        self._process.send_signal(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._process.send_signal(signal.SIGCONT)
+            self.send(signal.SIGCONT)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        assert self._process
+        self._process.send_signal(number)
 
     def client(self) -> redis.Redis:
         """Return a separate client that bypasses the store; the caller closes it."""
@@ -81,8 +86,10 @@ class RedisServer:
             "appendonly": "yes" if self._append_only else "no",
             "appendfsync": "always",
             "loglevel": "warning",
+            **self._settings,
         }
-        return [executable(), *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+        pairs = [(name, str(value).split() or [""]) for name, value in settings.items()]
+        return [executable(), *(word for name, words in pairs for word in (f"--{name}", *words))]
 
 
 def executable() -> str:

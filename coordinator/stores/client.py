@@ -1,0 +1,175 @@
+"""Calls to the store: repeated until they succeed or patience ends; failures become UnavailableError with one sentence.
+
+Scripts recognise their own replay, so that an attempt whose outcome is unknown may be repeated, also at another server.
+Where replicas are asked for, WAIT follows each script on its connection, and a call that too few replicas have counts
+as failed: it is repeated, recognised, and waited for again. Nothing that a failover may take back is ever shown.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.exceptions import AskError, NoScriptError, RedisError, ResponseError
+
+from coordinator.stores.errors import TooFewReplicas, is_refusal, sentence
+from coordinator.stores.node import Command, Node
+from coordinator.stores.routes import Route
+from coordinator.stores.scripts import Script, ScriptText, read_script
+from specdec.errors import UnavailableError
+from specdec.outside import REAL, Outside
+from specdec.retry import RetryPolicy
+
+PATIENCE_S = 15.0  # a failover takes about as long
+START_PATIENCE_S = 3.0
+WAIT_TIMEOUT_MS = 1000  # below the connection's own time-out
+MAX_REDIRECTIONS = 5  # in a row, without a pause
+RETRY = RetryPolicy(first_s=0.02, maximum_s=1.0)
+KEEPS_ALL = "noeviction"
+
+
+class RedisClient:
+    """A store's Redis, by its route. `num_replicas` must have a call before it counts."""
+
+    def __init__(
+        self,
+        route: Route,
+        *,
+        num_replicas: int = 0,
+        patience_s: float = PATIENCE_S,
+        outside: Outside = REAL,
+        read_script: Callable[[str], str] = read_script,
+    ) -> None:
+        self.route = route
+        self._num_replicas, self._patience_s = num_replicas, patience_s
+        self._outside, self._read_script = outside, read_script
+
+    def script(self, name: str, is_reply: Callable[[Any], bool]) -> Script:
+        """Return the script `coordinator/<name>.lua`; `is_reply` says whether it could have given a reply."""
+        text = ScriptText(self._read_script(name))
+
+        async def run(keys: list[str], arguments: list[Any]) -> Any:
+            reply = await self._call(keys[0], text.call(keys, arguments), text)
+            if not is_reply(reply):
+                raise UnavailableError(f"the session store gave a malformed reply to {name}; try again")
+            return reply
+
+        return run
+
+    async def ping(self) -> None:
+        """Return once Redis answered, at a start, where a wrong address should soon be told. Raises UnavailableError."""
+        await self._call("", ("PING",), patience_s=min(self._patience_s, START_PATIENCE_S))
+
+    async def refuse_eviction(self) -> bool:
+        """Raise ValueError for a Redis that gives up sessions when it is full; return whether it could be asked.
+
+        Raises UnavailableError.
+        """
+        policies = [await self._policy(node) for node in await self._nodes()]
+        for policy in policies:
+            if policy not in (None, KEEPS_ALL):
+                problem = f"the Redis of --store gives up sessions when it is full (maxmemory-policy {policy})"
+                raise ValueError(f"{problem}; set maxmemory-policy {KEEPS_ALL}")
+        return None not in policies
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.route.close()
+
+    async def _nodes(self) -> list[Node]:
+        try:
+            return await self.route.nodes()
+        except RedisError as error:
+            raise UnavailableError(sentence(error)) from error
+
+    async def _policy(self, node: Node) -> str | None:
+        try:
+            [reply] = await node.execute([("INFO", "memory")])
+        except (RedisError, OSError) as error:
+            raise UnavailableError(sentence(_redis_error(error))) from error
+        if not isinstance(reply, bytes | str):
+            return None  # the one in this process, or one whose user may not ask
+        text = reply.decode() if isinstance(reply, bytes) else reply
+        facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        return facts.get("maxmemory_policy", KEEPS_ALL)
+
+    async def _call(
+        self, key: str, command: Command, script: ScriptText | None = None, patience_s: float | None = None
+    ) -> Any:
+        """Repeat attempts until one succeeds. Raises UnavailableError."""
+        patience_s = self._patience_s if patience_s is None else patience_s
+        began_s, num_failures, num_redirections = self._outside.now_s(), 0, 0
+        while True:
+            try:
+                return await self._attempt(key, command, script)
+            except _Redirected as redirected:
+                num_redirections += 1
+                if num_redirections <= MAX_REDIRECTIONS:
+                    continue
+                error: RedisError = redirected.error
+            except RedisError as failure:
+                error = failure
+            num_failures, num_redirections = num_failures + 1, 0
+            left_s = patience_s - (self._outside.now_s() - began_s)
+            if is_refusal(error) or left_s <= 0:
+                raise UnavailableError(sentence(error)) from error
+            pause_s = RETRY.pause_s(num_failures, 0.0, self._outside.uniform()) or 0.0
+            await asyncio.sleep(min(pause_s, left_s))
+
+    async def _attempt(self, key: str, command: Command, script: ScriptText | None) -> Any:
+        """Execute a command once, at the server that is the key's master now. Raises RedisError, _Redirected."""
+        stop = await self.route.find(key)
+        try:
+            await self._take_turn(stop.node)
+            try:
+                return await self._execute(stop.node, _asked(stop.asking, command), script)
+            finally:
+                stop.node.turns.release()
+        except (RedisError, OSError) as error:
+            failure = _redis_error(error)
+            is_about_place = isinstance(failure, AskError) or not is_refusal(failure)
+            if is_about_place and await self.route.failed(stop, key, failure):
+                raise _Redirected(failure) from error
+            raise failure from error
+
+    async def _take_turn(self, node: Node) -> None:
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await node.turns.acquire()
+        except TimeoutError as error:
+            raise UnavailableError("the session store is slow, and too many calls wait for it; try again") from error
+
+    async def _execute(self, node: Node, commands: list[Command], script: ScriptText | None) -> Any:
+        """Execute a script, loaded if it is unknown there, and wait for replicas."""
+        is_durable = bool(self._num_replicas and script)
+        waiting: list[Command] = [("WAIT", self._num_replicas, WAIT_TIMEOUT_MS)] * is_durable
+        replies = await node.execute([*commands, *waiting])
+        if script and isinstance(replies[len(commands) - 1], NoScriptError):
+            _checked(await node.execute([script.load()]))
+            replies = await node.execute([*commands, *waiting])
+        _checked(replies)
+        if waiting and replies[-1] < self._num_replicas:
+            raise TooFewReplicas(f"{replies[-1]} of the {self._num_replicas} replicas of --store-replicas answer")
+        return replies[len(commands) - 1]
+
+
+class _Redirected(Exception):
+    """Another server has the key; it may be asked at once."""
+
+    def __init__(self, error: RedisError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _asked(asking: bool, command: Command) -> list[Command]:
+    return [("ASKING",), command] if asking else [command]
+
+
+def _checked(replies: Sequence[Any]) -> None:
+    """Raise the first error among replies."""
+    for reply in replies:
+        if isinstance(reply, ResponseError):
+            raise reply
+
+
+def _redis_error(error: RedisError | OSError) -> RedisError:
+    return error if isinstance(error, RedisError) else RedisError(f"{type(error).__name__}")

@@ -1,0 +1,40 @@
+"""The Lua scripts: what each call to the store is."""
+
+from collections.abc import Awaitable, Callable
+from hashlib import sha1
+from importlib.resources import files
+from typing import Any
+
+Script = Callable[[list[str], list[Any]], Awaitable[Any]]
+"""A Lua script, as a function of its keys and arguments. It raises UnavailableError, also for a malformed reply."""
+
+# before every script: a write that changes nothing. A replica refuses it, so none gives an answer of its own, which
+# may be older than what its master has said
+REFUSED_BY_REPLICAS = "redis.call('DEL', table.remove(KEYS))\n"
+
+
+def read_script(name: str) -> str:
+    """Return the text of `coordinator/<name>.lua`."""
+    return (files("coordinator") / f"{name}.lua").read_text()
+
+
+def absent_key(key: str) -> str:
+    """Return a key that never exists, in the same slot of a cluster."""
+    tag = key.partition("{")[2].partition("}")[0] or key
+    return f"specdec:absent:{{{tag}}}"
+
+
+class ScriptText:
+    """A script's text, its name for EVALSHA, and its commands."""
+
+    def __init__(self, text: str) -> None:
+        self._text = REFUSED_BY_REPLICAS + text
+        self._sha = sha1(self._text.encode(), usedforsecurity=False).hexdigest()
+
+    def load(self) -> tuple[Any, ...]:
+        """Return the command that makes a server know it."""
+        return ("SCRIPT", "LOAD", self._text)
+
+    def call(self, keys: list[str], arguments: list[Any]) -> tuple[Any, ...]:
+        """Return the command that runs it."""
+        return ("EVALSHA", self._sha, len(keys) + 1, *keys, absent_key(keys[0]), *arguments)
