@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from redis.exceptions import AskError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
 from coordinator.stores.errors import TooFewReplicas, is_refusal, sentence
 from coordinator.stores.node import Command, Node
@@ -19,7 +19,7 @@ from specdec.errors import UnavailableError
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 
-PATIENCE_S = 15.0  # a failover takes about as long
+PATIENCE_S = 30.0  # most failovers are over by then
 START_PATIENCE_S = 3.0
 WAIT_TIMEOUT_MS = 1000  # below the connection's own time-out
 MAX_REDIRECTIONS = 5  # in a row, without a pause
@@ -117,17 +117,17 @@ class RedisClient:
 
     async def _attempt(self, key: str, command: Command, script: ScriptText | None) -> Any:
         """Execute a command once, at the server that is the key's master now. Raises RedisError, _Redirected."""
-        stop = await self.route.find(key)
+        node = await self.route.find(key)
         try:
-            await self._take_turn(stop.node)
+            await self._take_turn(node)
             try:
-                return await self._execute(stop.node, _asked(stop.asking, command), script)
+                return await self._execute(node, command, script)
             finally:
-                stop.node.turns.release()
+                node.turns.release()
         except (RedisError, OSError) as error:
             failure = _redis_error(error)
-            is_about_place = isinstance(failure, AskError) or not is_refusal(failure)
-            if is_about_place and await self.route.failed(stop, key, failure):
+            is_about_place = isinstance(failure, MovedError) or not is_refusal(failure)
+            if is_about_place and await self.route.failed(node, key, failure):
                 raise _Redirected(failure) from error
             raise failure from error
 
@@ -138,18 +138,18 @@ class RedisClient:
         except TimeoutError as error:
             raise UnavailableError("the session store is slow, and too many calls wait for it; try again") from error
 
-    async def _execute(self, node: Node, commands: list[Command], script: ScriptText | None) -> Any:
+    async def _execute(self, node: Node, command: Command, script: ScriptText | None) -> Any:
         """Execute a script, loaded if it is unknown there, and wait for replicas."""
         is_durable = bool(self._num_replicas and script)
         waiting: list[Command] = [("WAIT", self._num_replicas, WAIT_TIMEOUT_MS)] * is_durable
-        replies = await node.execute([*commands, *waiting])
-        if script and isinstance(replies[len(commands) - 1], NoScriptError):
+        replies = await node.execute([command, *waiting])
+        if script and isinstance(replies[0], NoScriptError):
             _checked(await node.execute([script.load()]))
-            replies = await node.execute([*commands, *waiting])
+            replies = await node.execute([command, *waiting])
         _checked(replies)
         if waiting and replies[-1] < self._num_replicas:
             raise TooFewReplicas(f"{replies[-1]} of the {self._num_replicas} replicas of --store-replicas answer")
-        return replies[len(commands) - 1]
+        return replies[0]
 
 
 class _Redirected(Exception):
@@ -158,10 +158,6 @@ class _Redirected(Exception):
     def __init__(self, error: RedisError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-def _asked(asking: bool, command: Command) -> list[Command]:
-    return [("ASKING",), command] if asking else [command]
 
 
 def _checked(replies: Sequence[Any]) -> None:

@@ -1,6 +1,7 @@
 """A Redis Cluster: the slots' masters, learned from any node and corrected by redirections.
 
-All keys of a session share a hash tag, and so a slot; keys outside sessions have a slot of their own.
+All keys of a session share a hash tag, and so a slot; keys outside sessions have a slot of their own. While a slot
+moves, calls with its keys wait: a cluster executes nothing then that names a key which does not exist (TRYAGAIN).
 """
 
 import asyncio
@@ -8,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from redis.crc import key_slot
-from redis.exceptions import AskError, MovedError, RedisError
+from redis.exceptions import MovedError, RedisError, ResponseError
 
 from coordinator.stores.errors import NoMaster
 from coordinator.stores.node import Node
-from coordinator.stores.routes import Stop
 from specdec.serving.store_url import Place
 
 ANSWER_TIMEOUT_S = 1.0
@@ -27,13 +27,10 @@ class ClusterRoute:
         self._nodes: dict[Place, Node] = {}
         self._slots: Slots = {}
         self._is_current = False
-        self._asked: dict[str, Place] = {}  # keys of slots that are moving
         self._lookup = asyncio.Lock()
 
-    async def find(self, key: str) -> Stop:
+    async def find(self, key: str) -> Node:
         """Return the master of a key's slot. Raises NoMaster."""
-        if place := self._asked.pop(key, None):
-            return Stop(self._node(place), asking=True)
         async with self._lookup:
             if not self._is_current:
                 self._slots = await self._look_up()
@@ -42,19 +39,16 @@ class ClusterRoute:
         if place is None:
             self._is_current = False
             raise NoMaster("a slot of the cluster has no master")
-        return Stop(self._node(place))
+        return self._node(place)
 
-    async def failed(self, stop: Stop, key: str, error: RedisError) -> bool:
-        """Follow a redirection at once; look the cluster up after anything else."""
-        if isinstance(error, AskError):  # a MovedError is one, for redis-py
-            place = (error.host or self._host_of(stop.node), error.port)
-            if isinstance(error, MovedError):
-                self._slots[_slot(key)] = place
-            else:
-                self._asked[key] = place
+    async def failed(self, node: Node, key: str, error: RedisError) -> bool:
+        """Follow a slot that has moved at once; look the cluster up after anything else."""
+        if isinstance(error, MovedError):
+            self._slots[_slot(key)] = (error.host or self._host_of(node), error.port)
             return True
         self._is_current = False
-        await stop.node.drop()
+        if not isinstance(error, ResponseError):
+            await node.drop()
         return False
 
     async def nodes(self) -> list[Node]:

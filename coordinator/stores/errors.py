@@ -1,11 +1,25 @@
 """What an attempt's failure means: repeat it, here or elsewhere, or give up."""
 
-from redis.exceptions import AskError, AuthenticationError, AuthorizationError, RedisError, ResponseError
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    ClusterDownError,
+    MasterDownError,
+    MovedError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-# replies of a server that is not, or not yet, the master that it was, or that misses its replicas; older ones quote
-# them in the midst of a script's error
-PASSING = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "UNBLOCKED", "NOSCRIPT")
+# replies of a server that is not, or not yet, the master that it was, or that misses its replicas
+PASSING = (ReadOnlyError, MasterDownError, ClusterDownError, TryAgainError, NoScriptError)
+# the same in the midst of a script's error, as servers before version 7 quote them, and those that redis-py leaves as
+# they are
+PASSING_WORDS = ("READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "UNBLOCKED")
 
 
 class TooFewReplicas(RedisError):
@@ -25,20 +39,22 @@ def is_refusal(error: RedisError) -> bool:
 
 def is_passing(error: RedisError) -> bool:
     """Return whether an error reply is about the server's state, which may pass."""
-    return isinstance(error, ResponseError) and any(word in str(error) for word in PASSING)
+    if isinstance(error, AskError):  # MovedError is one too, for redis-py
+        return not isinstance(error, MovedError)
+    is_quoted = isinstance(error, ResponseError) and any(word in str(error) for word in PASSING_WORDS)
+    return isinstance(error, PASSING) or is_quoted
 
 
 def sentence(error: RedisError) -> str:
     """Return what a caller is told once a call is given up; no error of Redis names a password."""
     if isinstance(error, TooFewReplicas):
         return f"the session store keeps too few copies ({error}); what was shown is safe, try again"
-    if "READONLY" in str(error):
+    if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
         remedy = "give the master, or redis+sentinel://..."
         return f"the session store is a replica, which takes no writes; {remedy}, or try again during a failover"
-    if isinstance(error, AskError):
+    if isinstance(error, MovedError):
         return "the session store is part of a cluster that sends us elsewhere; give redis+cluster://..., or try again"
     if is_refusal(error):
         return f"the session store refuses ({error}); see to its address, password and rights"
-    kind = str(error).split(" ", 1)[0] if isinstance(error, ResponseError) else type(error).__name__
-    return f"the session store does not answer ({kind}); what was committed is safe, try again"
+    return f"the session store does not answer ({type(error).__name__}); what was committed is safe, try again"
 

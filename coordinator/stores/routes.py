@@ -1,6 +1,5 @@
 """Which server is asked: asked again at every attempt, and told when an attempt failed."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from redis.exceptions import RedisError
@@ -8,21 +7,13 @@ from redis.exceptions import RedisError
 from coordinator.stores.node import Node
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Where an attempt goes; `asking`: the slot is moving there, and the command has to say so."""
-
-    node: Node
-    asking: bool = False
-
-
 class Route(Protocol):
     """The way to the master of a key."""
 
-    async def find(self, key: str) -> Stop:
-        """Return where a key's master is now. Raises RedisError where nobody knows."""
+    async def find(self, key: str) -> Node:
+        """Return a key's present master. Raises RedisError where nobody knows."""
 
-    async def failed(self, stop: Stop, key: str, error: RedisError) -> bool:
+    async def failed(self, node: Node, key: str, error: RedisError) -> bool:
         """Take note that an attempt failed; return whether the next one may follow at once."""
 
     async def nodes(self) -> list[Node]:
@@ -38,11 +29,11 @@ class FixedRoute:
     def __init__(self, node: Node) -> None:
         self.node = node
 
-    async def find(self, key: str) -> Stop:
+    async def find(self, key: str) -> Node:
         """Return the server."""
-        return Stop(self.node)
+        return self.node
 
-    async def failed(self, stop: Stop, key: str, error: RedisError) -> bool:
+    async def failed(self, node: Node, key: str, error: RedisError) -> bool:
         """Give up connections: behind the same address another server may have become the master."""
         await self.node.drop()
         return False

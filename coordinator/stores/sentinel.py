@@ -13,7 +13,6 @@ from redis.exceptions import RedisError
 
 from coordinator.stores.errors import NoMaster
 from coordinator.stores.node import Node
-from coordinator.stores.routes import Stop
 from specdec.serving.store_url import Place
 
 ANSWER_TIMEOUT_S = 1.0  # of a Sentinel; the others have answered long before
@@ -28,23 +27,23 @@ class SentinelRoute:
         self._known: dict[Place, Node] = {}
         self._lookup = asyncio.Lock()
 
-    async def find(self, key: str) -> Stop:
+    async def find(self, key: str) -> Node:
         """Return the master. Raises NoMaster."""
         async with self._lookup:
             if self._master is None:
                 self._master = await self._look_up()
-            return Stop(self._master)
+            return self._master
 
-    async def failed(self, stop: Stop, key: str, error: RedisError) -> bool:
+    async def failed(self, node: Node, key: str, error: RedisError) -> bool:
         """Ask the Sentinels before the next attempt."""
-        if self._master is stop.node:
+        if self._master is node:
             self._master = None
-        await stop.node.drop()
+        await node.drop()
         return False
 
     async def nodes(self) -> list[Node]:
         """Return the master: what replicas are set to does not count until they are promoted."""
-        return [(await self.find("")).node]
+        return [await self.find("")]
 
     async def close(self) -> None:
         """Close the connections."""

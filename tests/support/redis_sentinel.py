@@ -33,8 +33,7 @@ class Failover:
     def master(self) -> RedisServer:
         """Return the server that most Sentinels call the master."""
         named = [self._named_by(port) for port in self.sentinel_ports]
-        port = max(set(named), key=named.count)
-        return next(server for server in self.servers if server.port == port)
+        return max(self.servers, key=lambda server: named.count(server.port))
 
     @property
     def replicas(self) -> list[RedisServer]:
@@ -66,9 +65,8 @@ class Failover:
         return 0
 
     def _named_by(self, sentinel_port: int) -> int:
-        with suppress(redis.RedisError), redis.Redis(port=sentinel_port) as sentinel:
+        with redis.Redis(port=sentinel_port) as sentinel:
             return int(sentinel.sentinel_get_master_addr_by_name(SERVICE)[1])
-        return 0
 
     def _num_known(self, sentinel_port: int) -> int:
         with suppress(redis.RedisError), redis.Redis(port=sentinel_port) as sentinel:

@@ -62,6 +62,10 @@ class RedisServer:
         assert self._process
         self._process.send_signal(number)
 
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
     def client(self) -> redis.Redis:
         """Return a separate client that bypasses the store; the caller closes it."""
         return redis.Redis(port=self.port)
