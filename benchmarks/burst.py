@@ -1,6 +1,6 @@
 """Send many requests at once, and count the errors.
 
-python -m benchmarks.burst --requests 300                               # the embedded store
+python -m benchmarks.burst --requests 300                               # a store in memory
 python -m benchmarks.burst --requests 300 --store redis://127.0.0.1:6379
 """
 
@@ -52,7 +52,7 @@ def main() -> None:
     """Read the flags and run; exit with 1 unless every request succeeded."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=300, help="at once (default: %(default)s)")
-    parser.add_argument("--store", default="embedded", help="embedded, or a redis:// URL (default: %(default)s)")
+    parser.add_argument("--store", default="memory", help="memory, embedded, or a redis:// URL (default: %(default)s)")
     flags = parser.parse_args()
     try:
         sys.exit(set(asyncio.run(burst(flags.requests, flags.store))) != {"ok"})

@@ -311,6 +311,7 @@ class Services:
             dflash_head=heads["dflash"],
             medusa_head=heads["medusa"],
             port=0,
+            store="memory",
             dtype="float32",
             target_threads=1,
             drain_s=1.0,

@@ -62,7 +62,8 @@ def demo_pair() -> Served:
     prompts = tuple(Prompt(name, text) for name, text in held_out_prompts(MODELS / "heldout").items())
     return Served(
         options=with_heads(
-            Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0), MODELS / "demo_heads"
+            Options(target=str(MODELS / "target"), draft=str(MODELS / "draft"), port=0, store="memory"),
+            MODELS / "demo_heads",
         ),
         prompts={"Python": prompts},
         shown=SamplingParams(temperature=0.7, seed=1, ignore_eos=True),
@@ -92,7 +93,7 @@ def smollm2() -> Served:
         for kind in KINDS
     }
     return Served(
-        options=with_heads(Options(target=str(folder), port=0), MODELS / "smollm2_heads"),
+        options=with_heads(Options(target=str(folder), port=0, store="memory"), MODELS / "smollm2_heads"),
         prompts=prompts,
         shown=SamplingParams(temperature=0.2, top_p=0.9, seed=1),  # as its authors recommend
         ignore_eos=False,

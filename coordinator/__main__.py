@@ -17,6 +17,7 @@ from coordinator.session_ids import SessionIds
 from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore, open_store
 from coordinator.settings import CoordinatorSettings
+from coordinator.stores.private_redis import private_redis
 from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
 from specdec.serving.background import in_background
@@ -24,6 +25,8 @@ from specdec.serving.channels import open_worker_channel
 from specdec.serving.security.tls import log_reload
 from specdec.serving.server import Server, run_process, supervised
 from specdec.serving.settings import load
+from specdec.serving.state_folder import REDIS_SERVER, redis_server, store_folder
+from specdec.serving.telemetry import get_logger
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.tls import watched
 from specdec.v1 import generation_pb2_grpc
@@ -63,12 +66,36 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
 
 @asynccontextmanager
 async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionStore]:
-    store = open_store(settings.store, settings.session_ttl_s, settings.store_password_file)
-    try:
-        await store.ping()
-        yield store
-    finally:
-        await store.close()
+    async with _store_address(settings) as address:
+        store = open_store(
+            address,
+            settings.session_ttl_s,
+            settings.store_password_file,
+            num_replicas=settings.store_replicas,
+            patience_s=settings.store_patience_s,
+        )
+        try:
+            if not await store.ping() and address != "memory":
+                get_logger().warning("store_policy_unknown", advice="see to it that maxmemory-policy is noeviction")
+            yield store
+        finally:
+            await store.close()
+
+
+@asynccontextmanager
+async def _store_address(settings: CoordinatorSettings) -> AsyncIterator[str]:
+    """Yield where sessions are kept; the embedded store is started, where the machine has a redis-server."""
+    if settings.store != "embedded":
+        yield settings.store
+    elif executable := redis_server():
+        folder = store_folder(settings.state_dir)
+        async with private_redis(folder, executable) as address:
+            get_logger().info("store", folder=str(folder))
+            yield address
+    else:
+        advice = f"install {REDIS_SERVER} to keep sessions over restarts"
+        get_logger().warning("store_in_memory", advice=advice)
+        yield "memory"
 
 
 async def _opened_workers(settings: CoordinatorSettings, tokenizer: str, stack: AsyncExitStack) -> Workers:

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
-from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from coordinator.stores.client import PATIENCE_S
 from specdec.channel import MAX_REQUEST_BYTES, is_loopback
 from specdec.serving.settings import ClientFacingSettings
+from specdec.serving.store_url import OWN_STORES, StoreUrl
 from specdec.tls import TlsFiles
 from specdec.types import MAX_DRAFT_TOKENS
 
@@ -21,9 +22,20 @@ class CoordinatorSettings(ClientFacingSettings):
     target: str = Field("127.0.0.1:50053", description="address of the target workers, host:port or dns:///host:port")
     draft: str | None = Field("127.0.0.1:50052", description="address of the draft workers; empty: plain decoding")
     tokenizer: str = Field(..., description="hub id or folder of the target model; only its tokenizer is read")
-    store: str = Field("embedded", description="embedded, or redis://, rediss:// or unix:// for sessions in Redis")
+    store: str = Field(
+        "embedded",
+        description="embedded: a redis-server of this process, where the machine has one; memory: nothing outlives "
+        "this process; or an address: redis://, rediss:// (TLS), redis+sentinel://, redis+cluster:// or unix://",
+    )
     store_password_file: Path | None = Field(
         None, description="file with the password of the store's user; read again for each connection"
+    )
+    store_replicas: int = Field(
+        0, ge=0, description="replicas that must have a commit before a client sees it (WAIT); 0: the master alone"
+    )
+    store_patience_s: float = Field(PATIENCE_S, ge=0, description="seconds that a call waits for the store to be back")
+    state_dir: Path | None = Field(
+        None, description="folder of the embedded store; unset: $XDG_STATE_HOME/specdec or ~/.local/state/specdec"
     )
     session_ttl_s: float = Field(3600.0, ge=1, description="seconds that a session is kept after its last commit")
     max_sessions: int = Field(
@@ -68,6 +80,7 @@ class CoordinatorSettings(ClientFacingSettings):
         yield from super().problems()
         if (self.worker_tls_certificate is None) != (self.worker_tls_key is None):
             yield "--worker-tls-certificate and --worker-tls-key belong together; give both or neither"
+        yield from self._store_problems()
         if self.insecure:
             return
         if self.worker_tls_ca is None:
@@ -75,9 +88,19 @@ class CoordinatorSettings(ClientFacingSettings):
                 if address and not is_loopback(address):
                     remedy = "give --worker-tls-ca, or say --insecure"
                     yield f"{flag} is {address}, where others can read and change plain text; {remedy}"
-        store = urlsplit(self.store)
-        if store.scheme == "redis" and not is_loopback(store.hostname or ""):
-            yield "--store is redis:// on another machine, in plain text; give rediss://, or say --insecure"
+
+    def _store_problems(self) -> Iterator[str]:
+        if self.store in OWN_STORES:
+            if self.store_replicas:
+                yield f"--store-replicas needs a Redis that has replicas; --store is {self.store}"
+            return
+        try:
+            store = StoreUrl.parse(self.store)
+        except ValueError as error:
+            yield str(error)
+            return
+        if store.is_exposed and not self.insecure:
+            yield "--store is on another machine, in plain text; give rediss://, or say --insecure"
 
 
 SETTINGS = CoordinatorSettings

@@ -12,6 +12,14 @@ from tests.support.redis_server import RedisServer, running_redis
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep tests, and what they start, out of the user's state folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
     """One redis-server for all tests that do not break it; its data are wiped between tests by `redis_url`."""

@@ -56,7 +56,7 @@ class RedisClient:
         return run
 
     async def ping(self) -> None:
-        """Return once Redis answered, at a start, where a wrong address should soon be told. Raises UnavailableError."""
+        """Return once Redis answered, at a start: a wrong address is soon told. Raises UnavailableError."""
         await self._call("", ("PING",), patience_s=min(self._patience_s, START_PATIENCE_S))
 
     async def refuse_eviction(self) -> bool:

@@ -57,4 +57,3 @@ def sentence(error: RedisError) -> str:
     if is_refusal(error):
         return f"the session store refuses ({error}); see to its address, password and rights"
     return f"the session store does not answer ({type(error).__name__}); what was committed is safe, try again"
-

@@ -20,7 +20,7 @@ def options() -> dict[str, Any]:
     return {
         "socket_timeout": SOCKET_TIMEOUT_S,
         "socket_connect_timeout": SOCKET_TIMEOUT_S,
-        "retry": Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+        "retry": Retry(NoBackoff(), 0),
     }
 
 
@@ -37,7 +37,7 @@ class Node:
 
         Raises RedisError where the connection fails, and closes it: a later reply must not answer another command.
         """
-        connection = await self.pool.get_connection()
+        connection: Any = await self.pool.get_connection()  # type: ignore[no-untyped-call]
         try:
             await connection.send_packed_command(connection.pack_commands(commands))
             return [await _reply(connection) for _ in commands]

@@ -1,6 +1,8 @@
 """A store's client from its address."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import ConnectionPool
@@ -12,7 +14,9 @@ from coordinator.stores.cluster import ClusterRoute
 from coordinator.stores.node import MAX_CALLS, Node, options
 from coordinator.stores.routes import FixedRoute, Route
 from coordinator.stores.sentinel import SentinelRoute
-from specdec.serving.store_url import IN_PROCESS, QUOTING, StoreUrl
+from specdec.serving.store_url import QUOTING, StoreUrl
+
+NO_LOGIN: Mapping[str, Any] = MappingProxyType({})
 
 
 class PasswordFile(CredentialProvider):
@@ -41,7 +45,7 @@ def open_redis(
 
     Raises ValueError for an address that is wrong.
     """
-    route = FixedRoute(Node(memory_pool())) if url in IN_PROCESS else _route(StoreUrl.parse(url), password_file)
+    route = FixedRoute(Node(memory_pool())) if url == "memory" else _route(StoreUrl.parse(url), password_file)
     return RedisClient(route, num_replicas=num_replicas, patience_s=patience_s)
 
 
@@ -60,11 +64,11 @@ def _route(url: StoreUrl, password_file: Path | None) -> Route:
     login = _login(url, password_file)
 
     def node_at(place: tuple[str, int] | None) -> Node:
-        return Node(_pool(url.node(place, login=not login), login))
+        return Node(server_pool(url.node(place, login=not login), login))
 
     if url.kind == "sentinel":
         node_at(url.places[0])  # options that are wrong are found now
-        sentinels = [Node(_pool(url.sentinel(place), {})) for place in url.places]
+        sentinels = [Node(server_pool(url.sentinel(place))) for place in url.places]
         return SentinelRoute(url.service, sentinels, node_at)
     if url.kind == "cluster":
         node_at(url.places[0])
@@ -72,16 +76,16 @@ def _route(url: StoreUrl, password_file: Path | None) -> Route:
     return FixedRoute(node_at(None))
 
 
-def _login(url: StoreUrl, password_file: Path | None) -> dict[str, Any]:
+def _login(url: StoreUrl, password_file: Path | None) -> Mapping[str, Any]:
     """Return how connections log in, unless the address says it. Raises ValueError for two passwords."""
     if password_file is None:
-        return {}
+        return NO_LOGIN
     if url.has_password:
         raise ValueError("--store has a password, and --store-password-file too; give one of them")
     return {"credential_provider": PasswordFile(url.username, password_file)}
 
 
-def _pool(url: str, login: dict[str, Any]) -> ConnectionPool:
+def server_pool(url: str, login: Mapping[str, Any] = NO_LOGIN) -> ConnectionPool:
     """Return connections to one server. Raises ValueError for options that redis-py would refuse only at the first."""
     try:
         pool = ConnectionPool.from_url(url, **options(), **login)

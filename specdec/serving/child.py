@@ -1,14 +1,11 @@
 """One service as a child process: its log lines, its port, its last error, and its end with the parent.
 
-`python -m specdec.serving.child PARENT_PID MODULE FLAGS...` asks the kernel for SIGKILL when its parent dies,
-however that happens, and then becomes the service. Only Linux has that (PR_SET_PDEATHSIG):
-elsewhere the children of a parent that was itself killed with SIGKILL stay.
-Any other end of the parent ends them everywhere.
+`python -m specdec.serving.child PARENT_PID MODULE FLAGS...` ties its life to its parent's (specdec/serving/tied.py),
+and then becomes the service.
 """
 
 import asyncio
 import atexit
-import ctypes
 import gc
 import json
 import os
@@ -20,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
+from specdec.serving.tied import die_with
+
 MAX_LINE_BYTES = 1 << 20
 # how long a pipe may outlive its process: its children may still hold it
 LAST_LINES_S = 0.5
@@ -132,16 +130,8 @@ def print_errors(name: str, entry: LogLine) -> None:
         print(f"{name}: {format_event(entry)}", *entry.get("frames", ()), sep="\n  ", file=sys.stderr, flush=True)
 
 
-def _die_with(parent: int) -> None:
-    """Tie this process's life to its parent's."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the process that started this service has ended")
-
-
 if __name__ == "__main__":
-    _die_with(int(sys.argv[1]))
+    die_with(int(sys.argv[1]))
     atexit.register(gc.freeze)  # else the interpreter spends seconds on collecting torch's modules before it ends
     sys.argv = sys.argv[2:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

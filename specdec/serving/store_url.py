@@ -18,7 +18,7 @@ from specdec.channel import is_loopback
 Kind = Literal["single", "sentinel", "cluster"]
 Place = tuple[str, int]
 
-IN_PROCESS = ("embedded", "memory")  # stores that are no address
+OWN_STORES = ("embedded", "memory")  # run by the coordinator, not at an address
 FORMS = "embedded, redis://HOST:PORT/0, rediss://... (TLS), redis+sentinel://..., redis+cluster://... or unix:///PATH"
 SENTINEL_PORT, REDIS_PORT = 26379, 6379
 QUOTING = "in a user's name or password write / as %2F, @ as %40, : as %3A, % as %25"
@@ -126,5 +126,5 @@ def _place(text: str, default_port: int) -> Place:
     found = _PLACE.fullmatch(text)
     port = int(found[2] or default_port) if found else 0
     if not found or not 0 < port < 65536:
-        raise ValueError(f"--store has a host or port that is none; give HOST:PORT, and {QUOTING}")
+        raise ValueError(f"--store has a wrong host or port; give HOST:PORT, and {QUOTING}")
     return found[1].strip("[]") or "localhost", port

@@ -50,9 +50,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--store",
         default=default.store,
-        metavar="embedded|redis://...",
-        help=f"where sessions are kept (default: {default.store})",
+        metavar="embedded|memory|redis://...",
+        help="where sessions are kept; embedded: by a redis-server of their own, where the machine has one "
+        f"(default: {default.store})",
     )
+    add("--state-dir", metavar="DIR", help="folder of the embedded store (default: ~/.local/state/specdec)")
     add("--dtype", choices=get_args(Dtype), default=default.dtype, help="number type of both models")
     add("--device", choices=get_args(Device), default=default.device, help="where both models run")
     add("--num-targets", type=count, default=1, metavar="COUNT", help="target workers (default: 1)")

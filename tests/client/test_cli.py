@@ -128,7 +128,7 @@ def run(*arguments: str, environment: Mapping[str, str] | None = None) -> Outcom
         (["up", "--target", "x", "--port", "0", "--store", "redis://localhost/0?no=1"], "--store is no address"),
         (
             ["up", "--target", "org/name", "--port", "0", "--store", "redis://localhost:port"],
-            "--store is no address: Port",
+            "--store has a wrong host or port; give HOST:PORT",
         ),
         (["generate", "x", "--seed", "-1"], f"--seed is -1; give a whole number from 0 to {2**64 - 1}"),
         (["generate", "x", "--timeout-s", "0"], "--timeout-s is 0; give a number in (0, "),

@@ -1,8 +1,8 @@
 """A real Redis Cluster: keys find their masters, also while slots move and masters fail."""
 
 import asyncio
-from itertools import count
 from collections.abc import AsyncIterator, Iterator
+from itertools import count
 
 import pytest
 from redis.crc import key_slot
@@ -29,7 +29,6 @@ async def store(cluster: RunningCluster) -> AsyncIterator[SessionStore]:
     store = open_store(cluster.url, TTL_S)
     yield store
     await store.close()
-
 
 
 def test_all_keys_of_a_script_are_in_one_slot() -> None:

@@ -13,7 +13,7 @@ from coordinator.prompts import EncodedPrompt
 from coordinator.sessions import SessionStore, open_store
 from specdec.errors import DataLossError, UnavailableError
 from specdec.types import Statistics, TokenOrigin
-from tests.support.redis_sentinel import NUM_REPLICAS, Failover, running_failover, until
+from tests.support.redis_sentinel import NUM_REPLICAS, Failover, running_failover, wait_until
 from tests.support.redis_server import RedisServer
 
 NUM_FAILOVERS = int(os.environ.get("SENTINEL_FAILOVERS", "2"))
@@ -73,7 +73,7 @@ def cut_off(master: RedisServer) -> Iterator[None]:
     with master.client() as client:
         client.acl_setuser("default", enabled=True, commands=["-psync", "-sync"])
         client.client_kill_filter(_type="replica")
-        until(lambda: client.info("replication")["connected_slaves"] == 0)
+        wait_until(lambda: client.info("replication")["connected_slaves"] == 0)
     yield
     if master.is_running:
         with master.client() as client:
@@ -138,8 +138,8 @@ async def test_too_few_replicas_delay_a_commit_and_then_make_the_store_unavailab
     with cut_off(failover.master):
         committing = asyncio.create_task(writer.commit(0))
         while not writer.errors:
-            await asyncio.sleep(0.01)
-        with pytest.raises(UnavailableError, match=r"too few copies \(0 of the 1 replicas of --store-replicas answer\)"):
+            await asyncio.wait([committing], timeout=0.01)
+        with pytest.raises(UnavailableError, match=r"copies \(0 of the 1 replicas of --store-replicas answer\)"):
             await durable.read("too few")
     await committing  # repeated, and recognised
     await writer.commit(1)

@@ -112,7 +112,7 @@ class SimulatedRedis:
             simulated=self,
             server=self.server,
             version=(7,),
-            retry=Retry(NoBackoff(), 0),  # type: ignore[no-untyped-call]
+            retry=Retry(NoBackoff(), 0),
             protocol=2,
             max_connections=MAX_CALLS,
         )

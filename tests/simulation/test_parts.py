@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 import pytest
-from coordinator.stores.client import RedisClient
 
+from coordinator.stores.client import RedisClient
 from specdec.outside import Outside
 from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.simulation.loop import Process, SimulationStuck, VirtualLoop, virtual_loop

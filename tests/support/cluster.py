@@ -79,7 +79,7 @@ async def serving_draft(
 @asynccontextmanager
 async def serving_coordinator(**settings: object) -> AsyncIterator[str]:
     """Serve one coordinator; yield its address."""
-    own = CoordinatorSettings.model_validate({"port": 0, "drain_s": 0} | settings)
+    own = CoordinatorSettings.model_validate({"port": 0, "drain_s": 0, "store": "memory"} | settings)
     async with serving(own, GENERATION_SERVICE, lambda server: built_coordinator(own, server)) as server:
         yield f"127.0.0.1:{server.port}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import redis
 
-from tests.support.redis_sentinel import until
+from tests.support.redis_sentinel import wait_until
 from tests.support.redis_server import RedisServer, executable
 
 NUM_MASTERS = 3
@@ -83,7 +83,7 @@ def running_cluster(num_replicas: int = 0) -> Iterator[RunningCluster]:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
         cluster = RunningCluster(servers)
-        until(lambda: all(_is_ok(server) for server in servers))
+        wait_until(lambda: all(_is_ok(server) for server in servers))
         yield cluster
 
 

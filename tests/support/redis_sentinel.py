@@ -45,17 +45,17 @@ class Failover:
         """Ask a Sentinel for a failover, and wait for it: the former master is demoted, not killed."""
         former = self.master
         with redis.Redis(port=self.sentinel_ports[0]) as sentinel:
-            until(lambda: _accepts(sentinel))
-        until(lambda: self.master is not former)
+            wait_until(lambda: _accepts(sentinel))
+        wait_until(lambda: self.master is not former)
 
     def await_master_other_than(self, former: RedisServer) -> None:
         """Wait until the Sentinels have promoted another server."""
-        until(lambda: self.master is not former)
+        wait_until(lambda: self.master is not former)
 
     def await_replicas(self, count: int = NUM_REPLICAS) -> None:
         """Wait until the master has so many replicas that are in step, and the Sentinels know of all."""
-        until(lambda: self._num_in_step() >= count)
-        until(lambda: all(self._num_known(port) == NUM_REPLICAS for port in self.sentinel_ports))
+        wait_until(lambda: self._num_in_step() >= count)
+        wait_until(lambda: all(self._num_known(port) == NUM_REPLICAS for port in self.sentinel_ports))
 
     def _num_in_step(self) -> int:
         with suppress(redis.RedisError), self.master.client() as client:
@@ -82,7 +82,7 @@ def _accepts(sentinel: "redis.Redis") -> bool:
     return False
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_so: Callable[[], bool]) -> None:
     """Wait for a state."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while not is_so():

@@ -85,6 +85,7 @@ def coordinator_command(options: Options, target_ports: Sequence[int], draft_por
         *("--host", options.host, "--port", str(options.port)),
         *("--tokenizer", options.target, "--target", _addresses(target_ports), "--draft", _addresses(draft_ports)),
         *_common_flags(options, options.metrics_ports or 0),
+        *(("--state-dir", options.state_dir) if options.state_dir else ()),
         *(("--insecure",) if options.insecure else ()),
     )
     # every user of the machine can read command lines, and a Redis URL may hold a password

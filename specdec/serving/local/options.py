@@ -30,6 +30,7 @@ class Options:
     host: str = "127.0.0.1"  # of the coordinator; workers are always on loopback
     port: int = 50051  # 0 takes a free one
     store: str = "embedded"
+    state_dir: str | None = None  # of the embedded store; None: the user's own
     dtype: Dtype = "auto"
     device: Device = "auto"
     num_targets: int = 1

@@ -4,7 +4,6 @@ import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -14,10 +13,10 @@ from specdec.channel import is_loopback
 from specdec.serving.local.commands import coordinator_command, worker_commands
 from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
 from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
+from specdec.serving.state_folder import FolderLock, redis_server, store_folder
+from specdec.serving.store_url import OWN_STORES, QUOTING, StoreUrl
 
 MODULES = ("coordinator", "target_service", "draft_service")
-STORES = "embedded, redis://HOST:PORT/0, rediss://... (TLS) or unix:///PATH"
-REDIS_SCHEMES = ("redis", "rediss", "unix")
 REDIS_TIMEOUT_S = 5.0
 SECURITY_VARIABLES = tuple(f"{ENV_PREFIX}{name}" for name in ("TLS_", "WORKER_TLS_", "TOKENS_", "JWT_", "HEALTH_PORT"))
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -33,7 +32,7 @@ def check(options: Options, environment: Mapping[str, str]) -> None:
     _check_overridden(options, environment)
     _check_security(options, environment)
     _check_port(options.host, options.port)
-    _check_store(options.store)
+    _check_store(options)
 
 
 def notices(options: Options) -> list[tuple[str, str]]:
@@ -103,9 +102,8 @@ def _check_security(options: Options, environment: Mapping[str, str]) -> None:
     names = [name for name in environment if name.startswith(SECURITY_VARIABLES)]
     if names:
         raise CannotRun(f"{names[0]} has no effect here; start the services one by one (docs/security.md)", 2)
-    store = urlsplit(options.store)
     plain = [] if is_loopback(options.host) else [f"--host is {options.host}"]
-    if store.scheme == "redis" and not is_loopback(store.hostname or ""):
+    if options.store not in OWN_STORES and _store_url(options.store).is_exposed:
         plain.append("--store is on another machine")
     if plain and not options.insecure:
         remedy = "say --insecure, or start the services one by one, with TLS (docs/security.md)"
@@ -125,31 +123,57 @@ def _check_port(host: str, port: int) -> None:
             ) from None
 
 
-def _check_store(store: str) -> None:
-    """Check the form of the address, then ask a Redis there; its password is part of the address."""
-    if store == "embedded":
+def _check_store(options: Options) -> None:
+    """Check the form of the address, then ask a Redis there; check that the embedded store's folder is free."""
+    if options.store == "embedded":
+        _check_state_folder(options)
+    if options.store in OWN_STORES:
         return
-    url = urlsplit(store)
-    if url.scheme not in REDIS_SCHEMES:
-        shown = f"{url.scheme}://..." if "@" in store else store  # what precedes an @ may be a password
-        raise CannotRun(f"--store is {shown!r}; give {STORES}", 2)
+    url = _store_url(options.store)
     try:
-        place = url.path if url.scheme == "unix" else f"{url.hostname or 'localhost'}:{url.port or 6379}"
-        _ask_redis(store)
+        _ask_any(url)
     except redis.AuthenticationError as error:
-        remedy = f"give --store {url.scheme}://:PASSWORD@{place}"
-        raise CannotRun(f"the Redis on {place} does not let us in ({error}); {remedy}", 2) from None
+        remedy = f"give --store {options.store.partition('://')[0]}://:PASSWORD@{url.shown}"
+        raise CannotRun(f"the Redis on {url.shown} does not let us in ({error}); {remedy}", 2) from None
     except (redis.ConnectionError, redis.TimeoutError, OSError):
-        raise CannotRun(f"no Redis answers on {place}; start one there, or leave --store embedded") from None
+        raise CannotRun(f"no Redis answers on {url.shown}; start one there, or leave --store embedded") from None
     except redis.RedisError as error:
-        raise CannotRun(f"the Redis on {place} cannot be used: {error}") from None
+        raise CannotRun(f"the Redis on {url.shown} cannot be used: {error}") from None
     except (ValueError, TypeError) as error:
-        said = "write / as %2F and @ as %40 in a password" if "@" in store else error  # which it may quote
+        said = QUOTING if "@" in options.store else error  # which it may quote
         raise CannotRun(f"--store is no address: {said}", 2) from None
 
 
-def _ask_redis(store: str) -> None:
-    """Log in and ping, once."""
+def _check_state_folder(options: Options) -> None:
+    if redis_server() is None:
+        return
+    try:
+        FolderLock(store_folder(Path(options.state_dir) if options.state_dir else None)).release()
+    except ValueError as error:
+        raise CannotRun(str(error)) from None
+
+
+def _store_url(store: str) -> StoreUrl:
+    try:
+        return StoreUrl.parse(store)
+    except ValueError as error:
+        raise CannotRun(str(error), 2) from None
+
+
+def _ask_any(url: StoreUrl) -> None:
+    """Log in and ping, once: one of the Sentinels, one of the nodes of a cluster, or the Redis. Raises RedisError."""
+    addresses = [url.sentinel(place) if url.kind == "sentinel" else url.node(place) for place in url.places]
+    failure: Exception | None = None
+    for address in addresses or [url.node()]:
+        try:
+            return _ask_redis(address)
+        except (redis.RedisError, OSError) as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+def _ask_redis(address: str) -> None:
     limits = {"socket_timeout": REDIS_TIMEOUT_S, "socket_connect_timeout": REDIS_TIMEOUT_S}
-    with redis.Redis.from_url(store, retry=Retry(NoBackoff(), 0), **limits) as client:
+    with redis.Redis.from_url(address, retry=Retry(NoBackoff(), 0), **limits) as client:
         client.ping()
