@@ -80,13 +80,10 @@ def cut_off(master: RedisServer) -> Iterator[None]:
             client.acl_setuser("default", enabled=True, categories=["+@all"])
 
 
-# a master that dies is followed by its furthest replica; one that is demoted still takes writes after the promotion,
-# and only the promoted one is sure to lack them
-@pytest.mark.parametrize(("how", "num_replicas"), [("killed", 1), ("demoted", NUM_REPLICAS)])
-async def test_failovers_under_load_lose_nothing_in_durable_mode(
-    failover: Failover, how: str, num_replicas: int
-) -> None:
-    store = open_store(failover.url, TTL_S, num_replicas=num_replicas, patience_s=30.0)
+@pytest.mark.parametrize("how", ["killed", "demoted"])
+async def test_failovers_under_load_lose_nothing_in_durable_mode(failover: Failover, how: str) -> None:
+    """All replicas have what was acknowledged, so any of them may be promoted."""
+    store = open_store(failover.url, TTL_S, num_replicas=NUM_REPLICAS, patience_s=60.0)
     writers = [Writer(store, f"{how} {number}") for number in range(NUM_SESSIONS)]
     await asyncio.gather(*(writer.begin() for writer in writers))
     for _ in range(NUM_FAILOVERS):

@@ -56,6 +56,7 @@ class Cluster:
     step_s: float = 0.005  # of a model's forward
     num_blocks: int = 1000  # of a worker's cache
     has_drafts: bool = True
+    num_replicas: int = 0  # of each store, and that a commit waits for
     processes: dict[str, Process] = field(default_factory=dict)
     running: dict[str, RunningGenerations] = field(default_factory=dict)  # by coordinator
     models: dict[str, ToyLanguageModel] = field(default_factory=dict)  # by worker
@@ -99,7 +100,9 @@ class Cluster:
             draft = DraftWorkers(network.channel("draft"), DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
             workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER, outside))
             running = self.running[process.name] = RunningGenerations(8)
-            redis = RedisClient(store.route(), outside=outside, read_script=scripts.read_script)
+            redis = RedisClient(
+                store.route(), num_replicas=self.num_replicas, outside=outside, read_script=scripts.read_script
+            )
             sessions = SessionStore(redis, SESSION_TTL_S)
             limits = RequestLimits(MAX_NEW_TOKENS, 8)
             service = Coordinator(workers, PROMPTS, sessions, running, limits, outside)

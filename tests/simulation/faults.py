@@ -53,6 +53,9 @@ async def heal(cluster: Cluster) -> None:
     cluster.network.delay_s = Network.usual_delay_s
     for store in cluster.stores:
         store.is_up, store.paused_until_s, store.lost_replies, store.lost_requests = True, 0.0, 0.0, 0.0
+        if store.replica:
+            store.replica.is_cut_off = False
+            store.replica.follow(store)
     for name, process in list(cluster.processes.items()):
         process.slowness = 1.0
         process.go_on()
@@ -182,6 +185,20 @@ async def roll_back(cluster: Cluster, chance: random.Random) -> None:
     cluster.ledger.store_lost(store)
 
 
+async def fail_over(cluster: Cluster, chance: random.Random) -> None:
+    """Let a store's replica take its place: what it lacks was acknowledged to nobody."""
+    store = _store(cluster, chance)
+    assert store.replica
+    store.replica.is_cut_off = chance.random() < 0.8
+    cluster.trace.note(store.name, "loses its replica" if store.replica.is_cut_off else "will fail over")
+    await asyncio.sleep(chance.uniform(0, 4))
+    cluster.trace.note(store.name, "fails over")
+    store.fail_over()
+    cluster.ledger.store_failed_over(store)
+    store.replica.is_cut_off = False
+    store.replica.follow(store)
+
+
 async def empty_store(cluster: Cluster, chance: random.Random) -> None:
     """Let the store restart empty."""
     store = _store(cluster, chance)
@@ -213,5 +230,9 @@ FAULTS: Mapping[str, Kind] = {
     "empty store": Kind(empty_store, 0.2),
 }
 
-HAZARDS: Mapping[str, Kind] = {"rollback": Kind(roll_back), "garbled descriptions": Kind(garble)}
+HAZARDS: Mapping[str, Kind] = {
+    "failover": Kind(fail_over),
+    "rollback": Kind(roll_back),
+    "garbled descriptions": Kind(garble),
+}
 SETTINGS = ("two stores", "two models")  # ways to set a world up, which some worlds have without being asked for

@@ -97,6 +97,18 @@ class Ledger:
                 log.digest = store.meta(session_id)[b"digest"] if tokens else b""
                 log.epoch = int(store.meta(session_id)[b"epoch"]) if tokens else 0
 
+    def store_failed_over(self, store: SimulatedRedis) -> None:
+        """Take the store as it is: what its replica lacked was not acknowledged. What was shown must be there."""
+        held = store.session_ids()
+        for (name, session_id), log in self.logs.items():
+            if name != store.name:
+                continue
+            log.tokens = unpack_tokens(store.tokens(session_id)) if session_id in held else ()
+            log.digest = store.meta(session_id)[b"digest"] if log.tokens else b""
+            log.epoch = int(store.meta(session_id)[b"epoch"]) if log.tokens else 0
+            if list(log.completion[: len(log.shown)]) != log.shown:
+                self.violated(f"session {session_id[:4]}: the replica lacks what was shown")
+
     def _check(self, log: Log, store: SimulatedRedis, session_id: str) -> None:
         meta, packed = store.meta(session_id), store.tokens(session_id)
         epoch = int(meta[b"epoch"])

@@ -72,6 +72,7 @@ def replaced(text: str, old: str, new: str) -> str:
 
 
 TWO_STORES, TWO_MODELS = frozenset({"two stores"}), frozenset({"two models"})
+FAILOVER = frozenset({"failover"})
 
 MISTAKES = [
     Mistake(
@@ -159,6 +160,22 @@ MISTAKES = [
         "await self._store.commit(self.session_id, self.epoch, played, statistics)",
         "asyncio.ensure_future(self._store.commit(self.session_id, self.epoch, played, statistics))",
         1,
+    ),
+    Mistake(
+        "a commit counts that too few replicas have",
+        "coordinator.stores.client:RedisClient._execute",
+        "if waiting and replies[-1] < self._num_replicas:",
+        "if False:",
+        1,
+        FAILOVER,
+    ),
+    Mistake(
+        "replicas are not waited for",
+        "coordinator.stores.client:RedisClient._execute",
+        "is_durable = bool(self._num_replicas and script)",
+        "is_durable = False",
+        6,
+        FAILOVER,
     ),
     Mistake(
         "commits of one session overlap",

@@ -21,9 +21,11 @@ from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from coordinator.session_ids import SECRET_BYTES
+from coordinator.stores.client import WAIT_TIMEOUT_MS
 from coordinator.stores.node import MAX_CALLS, SOCKET_TIMEOUT_S, Node
 from coordinator.stores.routes import FixedRoute
 from tests.simulation.loop import CURRENT, outside_of_processes, virtual_loop
@@ -47,6 +49,8 @@ class SimulatedRedis:
     lost_replies: float = 0.0
     on_change: Callable[["SimulatedRedis"], None] = lambda store: None
     generation: int = 0  # how often it was restarted; older connections are broken
+    replica: "Replica | None" = None
+    num_executed: int = 0
     _snapshots: list[dict[bytes, Any]] = field(default_factory=list)
 
     @property
@@ -84,6 +88,12 @@ class SimulatedRedis:
         self.restart()
         self._replace(self._snapshots[-1] if self._snapshots else {})
 
+    def fail_over(self) -> None:
+        """Let the replica take the master's place: with what it has."""
+        assert self.replica
+        self.restart()
+        self._replace(self.replica.contents)
+
     def lose_everything(self) -> None:
         """Restart empty."""
         self.restart()
@@ -119,6 +129,33 @@ class SimulatedRedis:
         return FixedRoute(Node(pool))
 
 
+@dataclass(slots=True)
+class Replica:
+    """A copy of a store that lags behind it, and what WAIT says of it."""
+
+    contents: dict[bytes, Any] = field(default_factory=dict)
+    num_executed: int = 0
+    is_cut_off: bool = False
+
+    def follow(self, store: SimulatedRedis) -> None:
+        """Get what the store has now, a little later; nothing that is under way survives a failover."""
+        contents, number, generation = copy.deepcopy(store.contents), store.num_executed, store.generation
+
+        def arrive() -> None:
+            if not self.is_cut_off and generation == store.generation and number > self.num_executed:
+                self.contents, self.num_executed = contents, number
+
+        virtual_loop().call_later(store.delay(), arrive, context=outside_of_processes())
+
+    async def wait(self, number: int, timeout_s: float) -> int:
+        """Return how many replicas have executed so many commands: 1, or after the time-out 0."""
+        for _ in range(100):
+            if self.num_executed >= number:
+                return 1
+            await asyncio.sleep(timeout_s / 100)
+        return 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """A request under way."""
@@ -145,6 +182,9 @@ class _Request:
             self.socket.put_response = lambda message: None
         self.socket.sendall(self.data)
         self.socket.put_response = answer
+        self.store.num_executed += 1
+        if self.store.replica:
+            self.store.replica.follow(self.store)
         self.store.on_change(self.store)
 
 
@@ -189,10 +229,24 @@ class SimulatedConnection(FakeAsyncRedisConnection):
         except TimeoutError:
             await self.disconnect(nowait=True)
             raise RedisTimeoutError("Timeout reading from socket") from None
+        except ResponseError as error:
+            if "'wait'" in str(error):
+                return await self._wait()
+            raise
         if isinstance(reply, RedisConnectionError):
             await self.disconnect(nowait=True)
             raise reply
         return reply
+
+    async def _wait(self) -> int:
+        """Answer WAIT, which fakeredis does not know, for all that was executed before it."""
+        assert self._store.replica
+        generation, number = self._generation, self._store.num_executed
+        num_replicas = await self._store.replica.wait(number, WAIT_TIMEOUT_MS / 1000)
+        if generation != self._store.generation:
+            await self.disconnect(nowait=True)
+            raise RedisConnectionError("Connection reset by peer.")
+        return num_replicas
 
 
 def _is_alive() -> bool:

@@ -37,7 +37,7 @@ def test_no_world_breaks_an_invariant() -> None:
             break
 
 
-@pytest.mark.parametrize("setting", ["two stores", "two models"])
+@pytest.mark.parametrize("setting", ["two stores", "two models", "failover"])
 def test_no_setting_breaks_an_invariant(setting: str) -> None:
     for seed in range(10):
         run_checked(seed, frozenset({setting}))

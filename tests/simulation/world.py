@@ -16,7 +16,7 @@ from tests.simulation.cluster import OTHER_TARGET, SESSION_TTL_S, Cluster
 from tests.simulation.ledger import Ledger, Trace
 from tests.simulation.loop import SimulationStuck, VirtualLoop, virtual_loop
 from tests.simulation.network import KEEPALIVE_S, Network
-from tests.simulation.store import SimulatedRedis, virtual_wall_clock
+from tests.simulation.store import Replica, SimulatedRedis, virtual_wall_clock
 
 MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
 MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
@@ -85,6 +85,10 @@ class World:
             ledger,
             stores,
         )
+        if "failover" in hazards:
+            self._cluster.num_replicas = 1
+            for store in stores:
+                store.replica = Replica()
         if "garbled descriptions" in hazards:
             self._cluster.network.garbles_descriptions = True
             self._cluster.network.garbled["target-1"] = 0.3
