@@ -49,6 +49,8 @@ def sentence(error: RedisError) -> str:
     """Return what a caller is told once a call is given up; no error of Redis names a password."""
     if isinstance(error, TooFewReplicas):
         return f"the session store keeps too few copies ({error}); what was shown is safe, try again"
+    if isinstance(error, NoMaster):
+        return f"the session store has no master ({error}); what was committed is safe, try again"
     if isinstance(error, ReadOnlyError) or "READONLY" in str(error):
         remedy = "give the master, or redis+sentinel://..."
         return f"the session store is a replica, which takes no writes; {remedy}, or try again during a failover"

@@ -10,7 +10,7 @@ from coordinator.session_ids import SECRET_BYTES
 from coordinator.sessions import open_store
 from specdec.errors import UnavailableError
 from tests.support.certificates import Authority
-from tests.support.secure_redis import secure_redis
+from tests.support.secure_redis import secure_redis, secure_sentinel
 
 PASSWORD = "canary-password"
 PROMPT = EncodedPrompt((1, 2), chain(b"", (1, 2)))
@@ -29,6 +29,28 @@ async def test_sessions_over_tls_with_a_password(tmp_path: Path) -> None:
             secrets.add(await store.secret())
             await store.close()
     assert [len(secret) for secret in secrets] == [SECRET_BYTES]
+
+
+async def test_sentinels_over_tls_with_a_password_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text(f"{PASSWORD}\n")
+    with (
+        secure_redis(Authority().files(tmp_path, "redis"), PASSWORD) as redis,
+        secure_sentinel(redis, "main", "sentinels/own") as port,
+    ):
+        where = f"127.0.0.1:{port}/main/0?ssl_ca_certs={redis.files.ca}"
+        login = "sentinel_password=sentinels%2Fown"
+        for store in (
+            open_store(f"rediss+sentinel://specdec:{PASSWORD}@{where}&{login}", 60),
+            open_store(f"rediss+sentinel://specdec@{where}&{login}", 60, file),
+        ):
+            assert len(await store.secret()) == SECRET_BYTES
+            assert await store.ping()
+            await store.close()
+        store = open_store(f"rediss+sentinel://specdec@{where}&sentinel_password=wrong", 60, file, patience_s=0.5)
+        with pytest.raises(UnavailableError, match=r"has no master .none of 1 Sentinels names a master of main"):
+            await store.secret()
+        await store.close()
 
 
 async def test_wrong_logins_are_refused_without_the_password(tmp_path: Path) -> None:

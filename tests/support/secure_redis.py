@@ -74,6 +74,28 @@ def secure_redis(files: TlsFiles, password: str, *more: str) -> Iterator[SecureR
             process.wait()
 
 
+@contextmanager
+def secure_sentinel(master: SecureRedis, service: str, password: str) -> Iterator[int]:
+    """Run a Sentinel over a master, with TLS alone and a password of its own; yield its port."""
+    port, files = free_port(), master.files
+    with tempfile.TemporaryDirectory(prefix="specdec-sentinel-") as folder:
+        lines = [
+            f"port 0\ntls-port {port}\nbind 127.0.0.1\ndir {folder}\nloglevel warning\nrequirepass {password}",
+            f"tls-cert-file {files.certificate}\ntls-key-file {files.key}\ntls-ca-cert-file {files.ca}",
+            f"tls-auth-clients no\ntls-replication yes\nsentinel monitor {service} 127.0.0.1 {master.port} 1",
+            f"sentinel auth-user {service} admin\nsentinel auth-pass {service} {master.password}",
+        ]
+        file = Path(folder) / "sentinel.conf"
+        file.write_text("\n".join(lines) + "\n")
+        with (Path(folder) / "log").open("ab") as log:
+            process = subprocess.Popen([executable(), str(file), "--sentinel"], stdout=log, stderr=log)
+        try:
+            yield port
+        finally:
+            process.kill()
+            process.wait()
+
+
 def _answers(server: SecureRedis) -> bool:
     with suppress(redis.RedisError), server.admin() as client:
         return bool(client.ping())
