@@ -11,6 +11,8 @@ from coordinator.session_ids import SECRET_BYTES
 from coordinator.sessions import SECRET_KEY, SessionStore, keys, open_store
 from coordinator.stores.scripts import absent_key
 from specdec.errors import UnavailableError
+from specdec.serving.local import Options
+from specdec.serving.local.preflight import check
 from tests.coordinator.test_sentinel import TTL_S, Writer
 from tests.support.redis_cluster import RunningCluster, running_cluster
 
@@ -96,6 +98,10 @@ async def test_a_node_of_a_cluster_is_not_taken_for_a_single_redis(cluster: Runn
     with pytest.raises(UnavailableError, match=r"part of a cluster that sends us elsewhere; give redis\+cluster://"):
         await store.read(name)
     await store.close()
+
+
+def test_up_asks_a_node_before_it_starts_anything(cluster: RunningCluster) -> None:
+    check(Options("org/name", port=0, store=cluster.url), {})
 
 
 async def test_a_replica_takes_its_masters_place() -> None:

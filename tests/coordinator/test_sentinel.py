@@ -12,11 +12,13 @@ from coordinator.generation import OutputToken, Round, chain
 from coordinator.prompts import EncodedPrompt
 from coordinator.sessions import SessionStore, open_store
 from specdec.errors import DataLossError, UnavailableError
+from specdec.serving.local import CannotRun, Options
+from specdec.serving.local.preflight import check
 from specdec.types import Statistics, TokenOrigin
 from tests.support.redis_sentinel import NUM_REPLICAS, Failover, running_failover, wait_until
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, free_port
 
-NUM_FAILOVERS = int(os.environ.get("SENTINEL_FAILOVERS", "2"))
+NUM_FAILOVERS = int(os.environ.get("SENTINEL_FAILOVERS", "1"))
 NUM_SESSIONS = 16
 PROMPT = (1, 2, 3)
 TTL_S = 1000.0
@@ -143,6 +145,13 @@ async def test_too_few_replicas_delay_a_commit_and_then_make_the_store_unavailab
     assert await writer.stored() == [0, 1]
     await durable.close()
     await asyncio.to_thread(failover.await_replicas)
+
+
+def test_up_asks_a_sentinel_before_it_starts_anything(failover: Failover) -> None:
+    check(Options("org/name", port=0, store=failover.url), {})
+    dead = f"redis+sentinel://127.0.0.1:{free_port()}/main"
+    with pytest.raises(CannotRun, match=r"no Redis answers on 127\.0\.0\.1:"):
+        check(Options("org/name", port=0, store=dead), {})
 
 
 async def test_a_replica_gives_no_answer_of_its_own(failover: Failover) -> None:
