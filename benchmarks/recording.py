@@ -22,6 +22,7 @@ from coordinator.observing import joined
 from coordinator.streams import SessionOpening
 from coordinator.target import SessionScorer, TargetWorkers
 from specdec.channel import open_channel
+from specdec.exact.prefix import PrefixChain
 from specdec.exact.values import Observations, Proposal, one_hot
 from specdec.serving.child import print_errors
 from specdec.serving.local import running
@@ -87,10 +88,10 @@ async def record(served: Served, temperatures: Sequence[float], file: Path) -> N
     with sharing_nothing():
         async with connected(served) as workers:
             for temperature, kind, prompt in asked(served, temperatures):
-                tokens = encoded(tokenizer, prompt)
+                committed = encoded(tokenizer, prompt)
                 sampling = SamplingParams(temperature=temperature, seed=1)
-                session = await opened(workers, f"{prompt.name} {temperature}", tokens, sampling)
-                text = await recorded(session, tokens, served.num_tokens, tokenizer.eos_token_id)
+                session = await opened(workers, f"{prompt.name} {temperature}", committed, sampling)
+                text = await recorded(session, committed, served.num_tokens, tokenizer.eos_token_id)
                 line = {"kind": kind, "prompt": prompt.name, "temperature": temperature} | text
                 with file.open("a") as lines:
                     lines.write(json.dumps(line) + "\n")
@@ -126,11 +127,12 @@ def encoded(tokenizer: Any, prompt: Prompt) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-async def opened(workers: Workers, name: str, tokens: Sequence[int], sampling: SamplingParams) -> Session:
-    """Open a session at all workers."""
+async def opened(workers: Workers, name: str, committed: list[int], sampling: SamplingParams) -> Session:
+    """Open a session at all workers; its prompt is in `committed`, which grows with its text."""
     model, offered = await workers.targets.describe(), await workers.drafts.describe()
     observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
-    opening = SessionOpening(name, 1, sampling, len(tokens), model.fingerprint)
+    prefix_digest = partial(PrefixChain().digest, committed)
+    opening = SessionOpening(name, 1, sampling, len(committed), prefix_digest, model.fingerprint)
     drafters = {
         each: workers.drafts.open(
             opening,
@@ -143,15 +145,15 @@ async def opened(workers: Workers, name: str, tokens: Sequence[int], sampling: S
     return Session(workers.targets.open(opening, model.vocab_size, observed), drafters)
 
 
-async def recorded(session: Session, prompt: Sequence[int], num_tokens: int, end: int | None) -> Line:
-    """Generate plainly; ask every drafter after every token."""
-    committed, steps, scoring = list(prompt), list[Line](), list[tuple[int, float]]()
+async def recorded(session: Session, committed: list[int], num_tokens: int, end: int | None) -> Line:
+    """Generate plainly after the prompt in `committed`; ask every drafter after every token."""
+    num_prompt, steps, scoring = len(committed), list[Line](), list[tuple[int, float]]()
     while len(steps) < num_tokens and not (steps and committed[-1] == end):
         committed.append(await session.next_token(committed))
         steps.append(await session.proposals(committed))
         if len(steps) % TIMED_EVERY == 0:
             scoring += await session.scoring(committed)
-    return {"num_prompt": len(prompt), "tokens": committed, "steps": steps, "scoring": scoring}
+    return {"num_prompt": num_prompt, "tokens": committed, "steps": steps, "scoring": scoring}
 
 
 def cut(proposal: Proposal, count: int) -> Proposal:

@@ -68,7 +68,7 @@ class DraftWorkers:
         opening = draft_pb2.ProposeRequest(open=opened)
         closing = draft_pb2.ProposeRequest(close=types_pb2.CloseSession())
         stream: WorkerStream[draft_pb2.ProposeResponse] = WorkerStream(
-            self._stub.Propose, session.session_id, opening, closing, self._timeout_s
+            self._stub.Propose, session, opening, closing, self._timeout_s
         )
         return SessionDrafter(stream, limits, on_failure, self._outside)
 
@@ -135,10 +135,11 @@ class SessionDrafter:
     ) -> Proposal:
         observed = codec.observations_to_proto(observations) if observations else None
 
-        def message(start: int, tokens: Sequence[int]) -> draft_pb2.ProposeRequest:
+        def message(start: int, tokens: Sequence[int], prefix_digest: bytes) -> draft_pb2.ProposeRequest:
             propose = draft_pb2.Propose(
                 start=start,
                 tokens=tokens,
+                prefix_digest=prefix_digest,
                 num_draft_tokens=num_draft_tokens,
                 observations=observed,
                 stop_below=stop_below,

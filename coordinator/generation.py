@@ -3,16 +3,13 @@
 Nothing here awaits, logs, reads clocks or draws randomness.
 """
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from coordinator.text import Detokenizer, StopText
+from specdec.exact.prefix import PrefixChain, chain
 from specdec.exact.randomness import Key, Purpose, uniform, uniforms
 from specdec.exact.values import Proposal, Scores, Uniforms, Verdict
 from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
-
-DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +53,6 @@ class CommittedChunk:
     digest: bytes
 
 
-def chain(digest: bytes, tokens: Sequence[int]) -> bytes:
-    """Extend the hash chain over the committed tokens, token by token, so that it does not depend on rounds."""
-    for token in tokens:
-        digest = hashlib.blake2b(digest + token.to_bytes(4, "little"), digest_size=DIGEST_BYTES).digest()
-    return digest
-
-
 @dataclass(slots=True)
 class Generation:
     """One request: its prompt, what is committed so far, and where it must end."""
@@ -81,6 +71,7 @@ class Generation:
     _text_ends: list[int] = field(init=False, default_factory=list)
     _held: list[str] = field(init=False, default_factory=list)  # after each token, what may begin a stop string
     _digests: list[bytes] = field(init=False)
+    _prompt_chain: PrefixChain = field(init=False, default_factory=PrefixChain)
 
     def __post_init__(self) -> None:
         replayed, finish = self.emitted, self.finish
@@ -113,6 +104,12 @@ class Generation:
     def digest_at(self, offset: int) -> bytes:
         """Return the hash chain after `offset` completion tokens."""
         return self._digests[offset]
+
+    def prefix_digest(self, length: int) -> bytes:
+        """Return the hash chain after the first `length` committed tokens, the prompt's included."""
+        if length < len(self.prompt):
+            return self._prompt_chain.digest(self.prompt, length)
+        return self.digest_at(length - len(self.prompt))
 
     def uniforms(self, num_draft_tokens: int) -> Uniforms:
         """Return the coordinator's draws of the round that begins now."""

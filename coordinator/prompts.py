@@ -15,10 +15,10 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from coordinator.chat import ChatTemplate
-from coordinator.generation import chain
 from specdec import messages
 from specdec.channel import MAX_PROMPT_BYTES
 from specdec.errors import InvalidArgumentError, OverloadedError
+from specdec.exact.prefix import chain
 from specdec.types import ModelInfo
 from specdec.v1 import generation_pb2
 

@@ -135,9 +135,10 @@ class Coordinator:
         """
         session = await self._store.claim(session_id, self.capabilities.target)
         sampling, speculation = requests.restored(session.request)
-        running = RunningGeneration(session, await self._replayed(session, sampling), self._store, self._outside)
+        generation = await self._replayed(session, sampling)
+        running = RunningGeneration(session, generation, self._store, self._outside)
         if session.status is Status.ACTIVE:
-            running.start(self._open(session, sampling, speculation))
+            running.start(self._open(session, generation, speculation))
         return running
 
     async def _replayed(self, session: SessionRecord, sampling: SamplingParams) -> Generation:
@@ -165,8 +166,16 @@ class Coordinator:
         """Return the target that a session's text belongs to."""
         return session.model or self.capabilities.target
 
-    def _open(self, session: SessionRecord, sampling: SamplingParams, speculation: SpeculationParams) -> WorkerHandles:
+    def _open(self, session: SessionRecord, generation: Generation, speculation: SpeculationParams) -> WorkerHandles:
         """Return the session's handles to its workers."""
         model = self._model(session)
-        opening = SessionOpening(session.session_id, session.epoch, sampling, len(session.prompt), model.fingerprint)
+        opening = SessionOpening(
+            session_id=session.session_id,
+            epoch=session.epoch,
+            sampling=generation.sampling,
+            num_prompt_tokens=len(session.prompt),
+            prefix_digest=generation.prefix_digest,
+            model_fingerprint=model.fingerprint,
+            incarnation=session.incarnation,
+        )
         return self._session_workers.open(opening, model, speculation)

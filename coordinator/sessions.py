@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from coordinator.generation import OutputToken, Round, chain
+from coordinator.generation import OutputToken, Round
 from coordinator.prompts import EncodedPrompt
 from coordinator.session_ids import SECRET_BYTES
 from coordinator.stores.client import PATIENCE_S, RedisClient
 from coordinator.stores.opening import open_redis
 from specdec import messages
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, UnavailableError
+from specdec.exact.prefix import chain
+from specdec.outside import REAL, Outside
 from specdec.types import FinishReason, ModelInfo, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2, types_pb2
 
@@ -56,6 +58,7 @@ class SessionRecord:
     digest: bytes
     finish: FinishReason | None
     statistics: Statistics
+    incarnation: str = ""  # which session of this id; empty: not recorded, as before version 0.3
 
     def check_position(self, offset: int, digest: bytes) -> None:
         """Raise DataLossError if a client's `offset` tokens with this digest (empty: not compared) are not all here."""
@@ -73,8 +76,9 @@ class SessionCancelled(Exception):
 class SessionStore:
     """Sessions in one Redis. Every method raises UnavailableError while Redis does not answer."""
 
-    def __init__(self, redis: RedisClient, ttl_s: float) -> None:
+    def __init__(self, redis: RedisClient, ttl_s: float, outside: Outside = REAL) -> None:
         self._redis = redis
+        self._outside = outside
         self._ttl_ms = int(ttl_s * 1000)
         self._create = redis.script("create", lambda reply: reply in (b"created", b"exists", b"conflict"))
         self._commit, self._heartbeat = redis.script("commit", _is_outcome), redis.script("heartbeat", _is_outcome)
@@ -120,6 +124,7 @@ class SessionStore:
             "finish": "",
             "request": request,
             "model": pack_model(model),
+            "incarnation": f"{self._outside.random_bits(64):016x}",
             "statistics": UNSTARTED_STATISTICS,
         }
         pairs: list[Any] = [item for pair in meta.items() for item in pair]
@@ -242,6 +247,7 @@ def _session(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs
         digest=entries[b"digest"],
         finish=FinishReason[entries[b"finish"].decode()] if entries[b"finish"] else None,
         statistics=messages.statistics_from_proto(generation_pb2.Statistics.FromString(entries[b"statistics"])),
+        incarnation=entries.get(b"incarnation", b"").decode(),
     )
 
 

@@ -30,11 +30,15 @@ class SessionOpening:
     epoch: int
     sampling: SamplingParams
     num_prompt_tokens: int
+    prefix_digest: Callable[[int], bytes]  # the hash chain after so many committed tokens
     model_fingerprint: str = ""  # of the target that the text belongs to; empty: any
+    incarnation: str = ""  # which session of that id; empty: not recorded
 
     def opening(self) -> Any:
         """Return the message."""
-        return session_stream.open_session(self.session_id, self.epoch, self.sampling, self.num_prompt_tokens)
+        return session_stream.open_session(
+            self.session_id, self.epoch, self.sampling, self.num_prompt_tokens, self.incarnation
+        )
 
 
 class Reply(Protocol):
@@ -45,13 +49,18 @@ class Reply(Protocol):
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
+Message = Callable[[int, Sequence[int], bytes], Any]
+"""Makes a round's message of `start`, the committed tokens from there on, and the digest of those before."""
+
 
 class WorkerStream(Generic[ReplyT]):
     """One session's stream to one kind of worker."""
 
-    def __init__(self, call: Callable[..., Any], session_id: str, opening: Any, closing: Any, timeout_s: float) -> None:
+    def __init__(
+        self, call: Callable[..., Any], session: SessionOpening, opening: Any, closing: Any, timeout_s: float
+    ) -> None:
         self._call = call
-        self._session_id, self._route = session_id, 0
+        self._session, self._route = session, 0
         self._opening, self._closing = opening, closing
         self._timeout_s = timeout_s
         self._stream: Any = None
@@ -59,8 +68,8 @@ class WorkerStream(Generic[ReplyT]):
         self._held = 0  # of the committed tokens, how many this stream's worker has
         self.num_fed = 0  # committed tokens that the worker was sent with the last question
 
-    async def ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
-        """Bring the worker up to date and return its answer to `message(start, tokens)`.
+    async def ask(self, committed: Sequence[int], message: Message) -> ReplyT:
+        """Bring the worker up to date and return its answer to `message`.
 
         Raises the worker's SpecdecError; UnavailableError if it did not answer in time.
         """
@@ -78,14 +87,14 @@ class WorkerStream(Generic[ReplyT]):
             self.abandon()
             raise
 
-    async def _ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
+    async def _ask(self, committed: Sequence[int], message: Message) -> ReplyT:
         await self._open()
         num_misses = 0
         while True:
             # the last committed token is always sent: a distribution needs a token to follow
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
-            await self._stream.write(message(start, committed[start:]))
+            await self._stream.write(message(start, committed[start:], self._session.prefix_digest(start)))
             reply = await self._stream.read()
             if reply is grpc.aio.EOF:
                 raise asyncio.InvalidStateError("the worker ended the stream")
@@ -99,7 +108,7 @@ class WorkerStream(Generic[ReplyT]):
 
     async def _open(self) -> None:
         if self._stream is None:
-            self._stream = self._call(metadata=routing_metadata(self._session_id, self._route))
+            self._stream = self._call(metadata=routing_metadata(self._session.session_id, self._route))
             self._has_opened = True
             await self._stream.write(self._opening)
 

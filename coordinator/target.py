@@ -67,7 +67,7 @@ class TargetWorkers:
         opening = target_pb2.ScoreRequest(open=target)
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())
         stream: WorkerStream[target_pb2.ScoreResponse] = WorkerStream(
-            self._stub.Score, session.session_id, opening, closing, self._timeout_s
+            self._stub.Score, session, opening, closing, self._timeout_s
         )
         wants_logprobs = session.sampling.num_logprobs is not None
         return SessionScorer(
@@ -151,8 +151,10 @@ class SessionScorer:
         return error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal, observes: bool) -> Scored:
-        def message(start: int, tokens: Sequence[int]) -> target_pb2.ScoreRequest:
-            return target_pb2.ScoreRequest(score=codec.score_to_proto(start, tokens, proposal, observes))
+        def message(start: int, tokens: Sequence[int], prefix_digest: bytes) -> target_pb2.ScoreRequest:
+            score = codec.score_to_proto(start, tokens, proposal, observes)
+            score.prefix_digest = prefix_digest
+            return target_pb2.ScoreRequest(score=score)
 
         begin = self._outside.now_s()
         reply = await self._stream.ask(committed, message)

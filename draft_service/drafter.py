@@ -25,6 +25,7 @@ class DraftRequest:
     num_draft_tokens: int
     observations: Observations | None = None  # at committed tokens, where the drafter asked for them; may be lost
     stop_below: float = 0.0  # it may stop before a token with less chance of being accepted, decided before the draw
+    prefix_digest: bytes | None = None  # of the first `start` tokens, to be proved; None: a request of the worker's own
 
     @property
     def committed_length(self) -> int:

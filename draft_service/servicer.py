@@ -115,7 +115,14 @@ def _checked(drafter: Drafter, message: draft_pb2.Propose) -> DraftRequest:
     observations = _observations(message) if message.HasField("observations") and drafter.observations else None
     if not 0 <= message.stop_below <= 1:
         raise InvalidArgumentError({"propose.stop_below": f"is {message.stop_below}; a chance is 0 to 1"})
-    return DraftRequest(message.start, list(message.tokens), message.num_draft_tokens, observations, message.stop_below)
+    return DraftRequest(
+        message.start,
+        list(message.tokens),
+        message.num_draft_tokens,
+        observations,
+        message.stop_below,
+        message.prefix_digest,
+    )
 
 
 def _observations(message: draft_pb2.Propose) -> Observations:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
-from specdec.exact.prefix import num_equal
+from specdec.exact.prefix import PrefixChain, num_equal
 from specdec.exact.values import Observations, Proposal, Timing
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
@@ -42,7 +42,20 @@ class _Held(Generic[TextT]):
 
     def __init__(self, text: TextT) -> None:
         self.text = text
+        self.chain = PrefixChain()  # over the text's tokens
         self.lock = asyncio.Lock()  # an old stream and its successor may both have a message under way
+
+    async def bring_up_to_date(self, request: DraftRequest) -> None:
+        """Truncate and append, but keep what is the same."""
+        text = self.text
+        num_matching = num_equal(text.tokens[request.start :], request.tokens)
+        self.chain.truncate(request.start + num_matching)
+        await _truncate(text, request.start + num_matching)
+        for count, token in enumerate(request.tokens[num_matching:], start=1):
+            text.append(token)
+            if count % CHUNK_TOKENS == 0:
+                self.chain.digest(text.tokens, len(text.tokens))
+                await asyncio.sleep(0)
 
 
 class TextDrafter(Generic[TextT]):
@@ -80,14 +93,16 @@ class TextDrafter(Generic[TextT]):
     async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft at most K tokens; hold the committed tokens."""
         began_s = time.perf_counter()
-        if request.start and session.session_id not in self._held:
+        if request.start and session.key not in self._held:
             return DraftResult(Proposal(), 0)
         held = self._hold(session)
         async with held.lock:
             text = held.text
             if len(text.tokens) < request.start:
                 return DraftResult(Proposal(), len(text.tokens))
-            await _bring_up_to_date(text, request)
+            if not held.chain.proves(text.tokens, request.start, request.prefix_digest):
+                return DraftResult(Proposal(), 0)
+            await held.bring_up_to_date(request)
             if request.observations:
                 self.observe(session, text, request.observations)
             count = request.num_draft_tokens
@@ -96,8 +111,8 @@ class TextDrafter(Generic[TextT]):
         return DraftResult(proposal, request.committed_length, Timing(total_s=time.perf_counter() - began_s))
 
     def _hold(self, session: WorkerSession) -> _Held[TextT]:
-        held = self._held.setdefault(session.session_id, _Held(self._new_text()))
-        self._held.move_to_end(session.session_id)
+        held = self._held.setdefault(session.key, _Held(self._new_text()))
+        self._held.move_to_end(session.key)
         return held
 
     @property
@@ -129,19 +144,9 @@ class TextDrafter(Generic[TextT]):
 
     def forget(self, session: WorkerSession) -> None:
         """Free the session's text."""
-        held = self._held.pop(session.session_id, None)
+        held = self._held.pop(session.key, None)
         if held:
             self.finished(session, held.text)
-
-
-async def _bring_up_to_date(text: SessionText, request: DraftRequest) -> None:
-    """Truncate and append, but keep what is the same."""
-    num_matching = num_equal(text.tokens[request.start :], request.tokens)
-    await _truncate(text, request.start + num_matching)
-    for count, token in enumerate(request.tokens[num_matching:], start=1):
-        text.append(token)
-        if count % CHUNK_TOKENS == 0:
-            await asyncio.sleep(0)
 
 
 async def _truncate(text: SessionText, length: int) -> None:

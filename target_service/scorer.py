@@ -38,6 +38,7 @@ class ScoreRound:
     draft_tokens: Sequence[int]  # [N]
     supports: Sequence[Sequence[int]]  # [N], each with its draft token
     parents: tuple[int, ...] = ()  # [N], see exact/tree.py; empty: a chain
+    prefix_digest: bytes | None = None  # of the first `start` tokens, to be proved; None: not asked for
 
     @property
     def committed_length(self) -> int:
@@ -68,13 +69,14 @@ class ScoreTask(Task[Scores]):
     def __init__(self, session: WorkerSession, given: ScoreRound, watch: Watch, match: bool) -> None:
         num_draft_tokens = len(given.draft_tokens)
         super().__init__(
-            session.session_id,
+            session.key,
             given.start,
             [*given.tokens, *given.draft_tokens],
             num_draft_tokens + 1,
             parents=given.parents,
             num_committed=given.committed_length,
             match=match,
+            prefix_digest=given.prefix_digest,
             hidden_layers=watch.request.hidden_layers,
             num_observed=watch.window + num_draft_tokens if watch.request.hidden_layers else 0,
         )

@@ -49,7 +49,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def forget(self, session: WorkerSession) -> None:
         """Free a session's cache."""
-        self._engine.forget(session.session_id)
+        self._engine.forget(session.key)
 
     def _check_model(self, fingerprint: str) -> None:
         """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
@@ -105,7 +105,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise InvalidArgumentError({"score": f"has a malformed proposal: {error}"}) from None
         for support in supports:
             messages.check_tokens(support, self._model.vocab_size, "score.supports")
-        return ScoreRound(message.start, list(message.tokens), list(message.draft_tokens), supports, parents)
+        return ScoreRound(
+            message.start,
+            list(message.tokens),
+            list(message.draft_tokens),
+            supports,
+            parents,
+            message.prefix_digest,
+        )
 
     def _observation_request(self, opening: target_pb2.OpenTarget) -> ObservationRequest:
         """Check what the session's drafter wants to know. Raises InvalidArgumentError."""

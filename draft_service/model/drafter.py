@@ -19,6 +19,7 @@ from draft_service.metrics import METRICS, count_ahead
 from draft_service.model.tasks import NOTHING, GuessTask, ProposeTask
 from specdec.engine import CacheMiss, EngineError, EngineLoop, TaskTimes
 from specdec.errors import NonFiniteLogitsError
+from specdec.exact.prefix import chain
 from specdec.exact.values import Proposal, Timing
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import WorkerSession
@@ -35,12 +36,15 @@ class Ahead:
     proposal: Proposal
     chances: tuple[float, ...]  # of its tokens, when each was about to be drawn
     stopped_chance: float | None  # of the token before which it stopped; None: it was interrupted, or is whole
+    digest: bytes  # of the text that it follows, as the cache holds it
 
     def answers(self, session: WorkerSession, request: DraftRequest) -> bool:
         """Return whether this is the requested round: the same text, whatever part of it the request repeats."""
         if session != self.session or request.committed_length != self.request.committed_length:
             return False
-        return [*self.accepted, *self.request.tokens][-len(request.tokens) :] == list(request.tokens)
+        if [*self.accepted, *self.request.tokens][-len(request.tokens) :] != list(request.tokens):
+            return False
+        return request.prefix_digest is None or chain(request.prefix_digest, request.tokens) == self.digest
 
     def begun(self, request: DraftRequest) -> "Begun":
         """Return as much of it as the request would have drawn, which may stop elsewhere than was expected."""
@@ -73,7 +77,7 @@ class ModelDrafter:
         self._drafts_ahead = drafts_ahead
         self._ahead: dict[
             str, tuple[WorkerSession, asyncio.Task[Ahead | None]]
-        ] = {}  # by session id; the stream's WorkerSession
+        ] = {}  # by session key; the stream's WorkerSession
         self._num_asking = 0
 
     async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
@@ -103,7 +107,7 @@ class ModelDrafter:
 
     async def _begun(self, session: WorkerSession, request: DraftRequest) -> Begun:
         """Return what was drafted ahead of this round; it is used at most once."""
-        _, running = self._ahead.pop(session.session_id, (None, None))
+        _, running = self._ahead.pop(session.key, (None, None))
         ahead = await running if running else None
         if ahead is None:
             return Begun()
@@ -115,7 +119,7 @@ class ModelDrafter:
         """Draft the round that would follow `proposal`, unless a request is waiting. Returns at once."""
         if self._drafts_ahead and proposal and not self._num_asking:
             drafting = self._drafted_ahead(session, request, proposal)
-            self._ahead[session.session_id] = session, asyncio.create_task(drafting)
+            self._ahead[session.key] = session, asyncio.create_task(drafting)
 
     async def _drafted_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> Ahead | None:
         """Guess the closing token and draft after it until a request arrives; None if nothing was drafted."""
@@ -127,12 +131,14 @@ class ModelDrafter:
             guessing = DraftRequest(start, [last], 1)
             task: ProposeTask = GuessTask(session, guessing, match=False, num_committed=num_committed)
             guess: Proposal = await self._engine.run(task)
-            following = self._within_context(replace(request, start=start, tokens=[last, *guess.tokens]))
+            tokens = [last, *guess.tokens]
+            following = self._within_context(replace(request, start=start, tokens=tokens, prefix_digest=None))
             if following.num_draft_tokens and not self._is_asked():
                 asked = self._is_asked
                 task = ProposeTask(session, following, match=False, interrupted=asked, num_committed=num_committed)
                 drafted = await self._engine.run(task)
-                return Ahead(session, tuple(accepted), following, drafted, tuple(task.chances), task.stopped_chance)
+                chances = tuple(task.chances)
+                return Ahead(session, tuple(accepted), following, drafted, chances, task.stopped_chance, task.digest)
         return None
 
     def _is_asked(self) -> bool:
@@ -141,11 +147,11 @@ class ModelDrafter:
 
     def abandon(self, session: WorkerSession) -> None:
         """Stop drafting ahead for a stream that has ended, not for another one of the same session."""
-        owner, running = self._ahead.get(session.session_id, (None, None))
+        owner, running = self._ahead.get(session.key, (None, None))
         if running and owner is session:
-            del self._ahead[session.session_id]
+            del self._ahead[session.key]
             running.cancel()
 
     def forget(self, session: WorkerSession) -> None:
         """Free the session's cache."""
-        self._engine.forget(session.session_id)
+        self._engine.forget(session.key)

@@ -8,6 +8,7 @@ from draft_service.drafter import DraftRequest
 from draft_service.metrics import METRICS
 from specdec.engine import Task
 from specdec.errors import NonFiniteLogitsError
+from specdec.exact.prefix import chain
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draft_distributions, draw
 from specdec.exact.values import Proposal, SparseDistribution
@@ -38,12 +39,13 @@ class ProposeTask(Task[Proposal]):
         begun_chance: float = 1.0,
     ) -> None:
         super().__init__(
-            session.session_id,
+            session.key,
             request.start,
             [*request.tokens, *begun.tokens],
             min(1, request.num_draft_tokens),
             num_committed=request.committed_length if num_committed is None else num_committed,
             match=match or bool(begun.tokens),
+            prefix_digest=request.prefix_digest,
             on_draft=True,  # the worker's own, ahead of the verdict or accepted
         )
         self.session = session
@@ -53,6 +55,7 @@ class ProposeTask(Task[Proposal]):
         self.distributions: list[SparseDistribution] = []
         self.chances: list[float] = []  # of each token drawn here, when it was about to be drawn
         self.stopped_chance: float | None = None  # of the token before which it stopped
+        self.digest = b""  # of a text ahead of its request, as the cache holds it
         self._begun, self._begun_chance = begun, begun_chance
         self._interrupted = interrupted
         self._is_ahead = num_committed is not None
@@ -67,6 +70,8 @@ class ProposeTask(Task[Proposal]):
         self.drawn, self.distributions = list(self._begun.tokens), list(self._begun.distributions)
         self.chances, self.stopped_chance = [], None
         super().prepare()
+        if self._is_ahead:
+            self.digest = chain(self.sequence.prefix_digest(self.request.start), self.request.tokens)
         if not self.tokens:
             self.finish(NOTHING)
 

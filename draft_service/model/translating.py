@@ -107,4 +107,4 @@ class TranslatingDrafter(TextDrafter[ReencodedText]):
     def forget(self, session: WorkerSession) -> None:
         """Free the session's text and cache."""
         super().forget(session)
-        self._engine.forget(session.session_id)
+        self._engine.forget(session.key)

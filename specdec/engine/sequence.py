@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdec.engine.errors import CacheMiss, EngineError
-from specdec.exact.prefix import num_equal
+from specdec.exact.prefix import PrefixChain, num_equal
 from specdec.exact.tree import chain_length, is_tree, longest_path
 
 
@@ -52,6 +52,7 @@ class Sequence:
         self.num_pins = 0
         self._storage = storage
         self._tokens = array("I")
+        self._chain = PrefixChain()  # over the tokens
         self._num_committed = 0
         self._parents: list[int] = []  # of the tokens after the committed ones
         self._round: _Round | None = None
@@ -89,6 +90,10 @@ class Sequence:
         """Whether the pending tree has branches, so that nothing can be appended."""
         return self.num_linear < self.length
 
+    def prefix_digest(self, length: int) -> bytes:
+        """Return the hash chain over the first `length` cached tokens, which must be of one text."""
+        return self._chain.digest(self._tokens, length)
+
     def mark_committed(self, length: int) -> None:
         """Count the first `length` tokens as committed, also those that are yet to be appended.
 
@@ -122,6 +127,8 @@ class Sequence:
         self._parents.extend(range(len(self._parents), root))
         self._parents.extend(root + parent for parent in parents)
         self._tokens.extend(tokens)
+        # now: a long text arrives in parts, each hashed beside its forward
+        self._chain.digest(self._tokens, min(length, self._num_committed))
 
     def check_append(self, tokens: Tokens[int], parents: Tokens[int]) -> None:
         """Raise EngineError where `append` could not be: nothing may follow branches, and a tree needs a root."""
@@ -149,6 +156,7 @@ class Sequence:
         if not 0 <= length <= self.length:
             raise EngineError(f"sequence {self.key!r} holds {self.length} tokens and cannot be truncated to {length}")
         del self._tokens[length:]
+        self._chain.truncate(length)
         del self._parents[max(0, length - self._num_committed) :]
         self._num_committed = min(self._num_committed, length)
         if self._round is not None and length < self._round.kept:
@@ -164,6 +172,7 @@ class Sequence:
         min_fed: int = 0,
         match: bool = False,
         on_draft: bool = False,
+        prefix_digest: bytes | None = None,
     ) -> list[int]:
         """Truncate to `start`, to append `tokens`; return what is left to feed of them, at least `min_fed` tokens.
 
@@ -172,11 +181,14 @@ class Sequence:
         (as many as it kept then, so that a repeated message feeds what it fed before). Then `num_committed` tokens
         count as committed. Raises CacheMiss, with the number of committed tokens, if fewer than `start` tokens are
         committed and cached. With `on_draft`, `start` may lie within the draft, up to its first branch: the caller
-        knows that the tokens before `start` are those that it drafted.
+        knows that the tokens before `start` are those that it drafted. With `prefix_digest`, tokens before `start` that
+        have another one are a CacheMiss of all of them.
         """
         verified = min(self._num_committed, self.length)
         if start > (self.num_linear if on_draft else verified):
             raise CacheMiss(verified, start)
+        if not self._chain.proves(self._tokens, start, prefix_digest):
+            raise CacheMiss(0, start)
         path = self._path(start, tokens)[: self._num_to_keep(start, match)]
         kept = max(0, min(start + len(path), start + len(tokens) - min_fed))
         fed = [*self._tokens[kept:start], *tokens[max(0, kept - start) :]]
@@ -214,6 +226,7 @@ class Sequence:
         first = start + moved
         self._storage.compact(self, first, path[moved:])
         end = start + len(path)
+        self._chain.truncate(first)
         self._tokens[first:end] = array("I", [self._tokens[slot] for slot in path[moved:]])
         num_pending = end - self._num_committed
         self._parents[:num_pending] = range(num_pending)

@@ -46,7 +46,8 @@ class Task(Generic[ResultT]):
     The last len(parents) tokens form a tree (see `exact/tree.py`); all tokens up to length `num_committed` are
     committed, the others are a round's draft: by default all are committed, but for the tree. `match` keeps any cached
     tokens after `start` that are the same; with `on_draft`, `start` may lie within a draft that is cached, where an
-    error costs only speed. With `hidden_layers`, `hidden_states` holds the states of the last
+    error costs only speed. `prefix_digest` is what the cached tokens before `start` must have (exact/prefix.py). With
+    `hidden_layers`, `hidden_states` holds the states of the last
     `num_observed` tokens when the rows are due, fewer where fewer were fed.
 
     Subclass it to add what the processor needs. When the rows are due the processor gets the task and its logits; it
@@ -67,6 +68,7 @@ class Task(Generic[ResultT]):
         num_committed: int | None = None,
         match: bool = False,
         on_draft: bool = False,
+        prefix_digest: bytes | None = None,
         hidden_layers: tuple[int, ...] = (),
         num_observed: int = 0,
     ) -> None:
@@ -78,6 +80,7 @@ class Task(Generic[ResultT]):
         self.num_committed = start + len(tokens) - len(parents) if num_committed is None else num_committed
         self.match = match
         self.on_draft = on_draft
+        self.prefix_digest = prefix_digest
         self.hidden_layers = hidden_layers
         self.num_observed = num_observed
         self.hidden_states: torch.Tensor | None = None  # [num_observed, len(hidden_layers), hidden_size]
@@ -124,6 +127,7 @@ class Task(Generic[ResultT]):
             min_fed=self.num_together,
             match=self.match,
             on_draft=self.on_draft,
+            prefix_digest=self.prefix_digest,
         )
 
     def proceed(self, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:

@@ -25,6 +25,7 @@ from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 
 MAX_SESSION_ID_CHARACTERS = 128
+MAX_INCARNATION_CHARACTERS = 64
 MAX_EPOCH = 1 << 32  # a store counts takeovers one by one: nobody comes here, and nobody is locked out by a higher one
 MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; the least recent is forgotten first
 
@@ -38,6 +39,12 @@ class WorkerSession:
     sampling: SamplingParams
     num_prompt_tokens: int
     target: str = ""  # fingerprint of the model that the text belongs to, as far as the worker is told
+    incarnation: str = ""  # which session of that id; empty: not recorded
+
+    @property
+    def key(self) -> str:
+        """What the worker holds of the session goes by this name: two sessions of one id share nothing."""
+        return f"{self.incarnation}/{self.session_id}" if self.incarnation else self.session_id
 
     @property
     def seed(self) -> int:
@@ -50,10 +57,12 @@ class WorkerSession:
 def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None, target: str = "") -> WorkerSession:
     """Check a stream's first message. Raises InvalidArgumentError."""
     sampling = check_open(message, vocab_size)
-    return WorkerSession(message.session_id, message.epoch, sampling, message.num_prompt_tokens, target)
+    return WorkerSession(
+        message.session_id, message.epoch, sampling, message.num_prompt_tokens, target, message.incarnation
+    )
 
 
-Claimed = tuple[str, str]  # a session's id, and the drafter that a stream is for: each has a cache of its own
+Claimed = tuple[str, str]  # a session's key, and the drafter that a stream is for: each has a cache of its own
 
 
 class EpochFence:
@@ -71,7 +80,7 @@ class EpochFence:
 
         Raises FencedError as `Claim.check`.
         """
-        claimed = session.session_id, drafter
+        claimed = session.key, drafter
         turn = self._turns.setdefault(claimed, asyncio.Lock())
         claim = Claim(self, claimed, session.epoch, next(self._stream_numbers), turn)
         claim.check()
@@ -213,7 +222,7 @@ def _log_end(stream: SessionStream, rounds: SessionRounds) -> None:
 
 
 def open_session(
-    session_id: str, epoch: int, sampling: SamplingParams, num_prompt_tokens: int
+    session_id: str, epoch: int, sampling: SamplingParams, num_prompt_tokens: int, incarnation: str = ""
 ) -> types_pb2.OpenSession:
     """Return the first message of a worker's stream; `sampling` has its seed."""
     return types_pb2.OpenSession(
@@ -221,6 +230,7 @@ def open_session(
         epoch=epoch,
         sampling=messages.sampling_to_proto(sampling),
         num_prompt_tokens=num_prompt_tokens,
+        incarnation=incarnation,
     )
 
 
@@ -229,6 +239,7 @@ def check_open(message: types_pb2.OpenSession, vocab_size: int | None) -> Sampli
     if not 1 <= len(message.session_id) <= MAX_SESSION_ID_CHARACTERS or not 1 <= message.epoch <= MAX_EPOCH:
         needs = f"a session_id of 1 to {MAX_SESSION_ID_CHARACTERS} characters and an epoch from 1 to {MAX_EPOCH}"
         raise InvalidArgumentError({"open": f"needs {needs}"})
+    messages.check_id("open.session.incarnation", message.incarnation, MAX_INCARNATION_CHARACTERS)
     if not message.sampling.HasField("seed"):
         raise InvalidArgumentError({"open.session.sampling.seed": "is unset; workers need the resolved seed"})
     return messages.sampling_from_proto(message.sampling, vocab_size)

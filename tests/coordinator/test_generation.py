@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.generation import CommittedChunk, Generation, Limits, OutputToken, Round, chain
+from coordinator.generation import CommittedChunk, Generation, Limits, OutputToken, Round
+from specdec.exact.prefix import chain
 from specdec.exact.values import PositionLogprobs, Proposal, Scores, TargetDistribution, Verdict, one_hot
 from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
@@ -317,3 +318,10 @@ def test_uniforms_are_fresh_and_survive_a_replay() -> None:
     drawn = [*first.accept, first.close, *second.accept, second.close]
     assert len(set(drawn)) == len(drawn)
     assert generation(emitted=state.emitted).uniforms(3) == second
+
+
+def test_prefix_digests_are_those_of_the_committed_tokens() -> None:
+    state = Generation(tuple(range(150)), SEED, LIMITS, Letters())
+    play(state, [1, 2, 3])
+    for length in (153, 0, 151, 150, 149, 64, 63, 130):
+        assert state.prefix_digest(length) == chain(b"", state.committed[:length])

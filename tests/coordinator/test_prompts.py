@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.models import WordLevel
 
 from coordinator.chat import ChatTemplate
-from coordinator.generation import chain
 from coordinator.prompts import INLINE_BYTES, Prompts, max_token_bytes
 from specdec.channel import MAX_PROMPT_BYTES
 from specdec.errors import InvalidArgumentError, OverloadedError
+from specdec.exact.prefix import chain
 from specdec.types import ModelInfo
 from specdec.v1 import generation_pb2 as pb
 

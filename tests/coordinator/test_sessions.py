@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 
-from coordinator.generation import OutputToken, Round, chain
+from coordinator.generation import OutputToken, Round
 from coordinator.prompts import EncodedPrompt
 from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
 from coordinator.stores.client import PATIENCE_S, RedisClient
@@ -29,6 +29,7 @@ from coordinator.stores.opening import memory_pool, open_redis
 from coordinator.stores.routes import FixedRoute
 from coordinator.stores.scripts import read_script
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
+from specdec.exact.prefix import chain
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
 from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
 

@@ -24,7 +24,7 @@ from specdec.types import SamplingParams
 from specdec.v1 import target_pb2, target_pb2_grpc
 from target_service.settings import TargetSettings
 
-SESSION = SessionOpening("session", 3, SamplingParams(seed=1), 2)
+SESSION = SessionOpening("session", 3, SamplingParams(seed=1), 2, lambda length: f"digest of {length}".encode())
 Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]
 
 
@@ -34,6 +34,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
     def __init__(self, *scripts: Callable[[Any, Any], Awaitable[None]]) -> None:
         self._scripts = list(scripts)
         self.requests: list[tuple[int, list[int]]] = []  # start and tokens of each request
+        self.digests: list[bytes] = []  # of each request
         self.num_streams = 0
         self.routes: list[str] = []  # of each stream
 
@@ -53,6 +54,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
         async for request in requests:
             if request.HasField("score"):
                 self.requests.append((request.score.start, list(request.score.tokens)))
+                self.digests.append(request.score.prefix_digest)
                 await context.write(well_answered(request.score))
 
 
@@ -124,6 +126,15 @@ async def test_a_refusal_at_open_keeps_its_status() -> None:
         async with served(Scripted(*[refuse_as_fenced] * 100)) as workers:
             with pytest.raises(FencedError, match="epoch 4"):
                 await workers.open(SESSION, 10).score([1, 2], Proposal())
+
+
+async def test_each_round_proves_what_it_builds_on() -> None:
+    servicer = Scripted()
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10)
+        for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 8, 9]):
+            await scorer.score(committed, Proposal())
+    assert servicer.digests == [b"digest of 0", b"digest of 2", b"digest of 3"]
 
 
 @pytest.mark.parametrize("script", [end_after_one_answer, break_after_one_answer])

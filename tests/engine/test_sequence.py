@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specdec.engine import CacheMiss, ContiguousPool, EngineError, KvCache, LayerShape
+from specdec.exact.prefix import chain
 
 
 class Texts:
@@ -48,6 +49,8 @@ class Texts:
         """The token ids read from keys and values; they must equal the sequence's tokens."""
         if not self.sequence.length:
             return []
+        linear = self.sequence.num_linear
+        assert self.sequence.prefix_digest(linear) == chain(b"", self.sequence.tokens[:linear])
         first = self.pool.first_slot(self.sequence.key)
         rows = slice(first, first + self.sequence.length)
         for layer in self.pool.layers:
@@ -118,6 +121,19 @@ def test_start_before_the_tree_truncates(texts: Texts) -> None:
     with_tree(texts)
     assert texts.resume(1, [11, 12, 20]) == [11, 12, 20]
     assert texts.contents == [10]
+
+
+def test_other_tokens_before_start_are_a_miss_of_all(texts: Texts) -> None:
+    with_tree(texts)
+    sequence = texts.sequence
+    for digest in (chain(b"", [10, 11, 13]), chain(b"", [10, 11]), b""):
+        with pytest.raises(CacheMiss) as caught:
+            sequence.resume(3, [20, 99], num_committed=5, prefix_digest=digest)
+        assert caught.value.cached_len == 0
+    assert sequence.resume(3, [21, 99], num_committed=5, min_fed=1, prefix_digest=chain(b"", [10, 11, 12])) == [99]
+    texts.append([99])
+    digest = chain(b"", [10, 11, 12, 21, 99])
+    assert sequence.resume(5, [7], num_committed=6, min_fed=1, prefix_digest=digest) == [7]
 
 
 def test_matching_keeps_the_common_prefix(texts: Texts) -> None:

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from benchmarks.random_heads import save_heads
+from draft_service.drafter import DraftRequest
 from draft_service.heads.drafting.drafter import HeadDrafter
 from draft_service.heads.formats.dflash import load_dflash
 from draft_service.heads.formats.eagle3 import load_eagle3
 from draft_service.heads.formats.medusa import load_medusa
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError, UnavailableError
+from specdec.exact.prefix import chain
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import draw
 from specdec.exact.values import Observations, Proposal, one_hot
@@ -164,6 +166,15 @@ async def test_missing_tokens_are_asked_for_again(drafter: HeadDrafter, states: 
     assert (await asked(drafter, session(), TEXT, None, K, start=4)).cached_len == 3
     drafter.forget(session())
     assert (await asked(drafter, session(), TEXT, None, K, start=3)).cached_len == 0
+
+
+@all_kinds
+async def test_other_tokens_are_asked_for_again(drafter: HeadDrafter) -> None:
+    await asked(drafter, session(), TEXT[:-1], None, K)
+    for text, held in ((TEXT, len(TEXT)), ([TEXT[0] + 1, *TEXT[1:]], 0)):
+        digest = chain(b"", text[: len(TEXT) - 2])
+        request = DraftRequest(len(TEXT) - 2, TEXT[-2:], K, prefix_digest=digest)
+        assert (await drafter.propose(session(), request, match=False)).cached_len == held
 
 
 @all_kinds

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.generation import chain
 from coordinator.prompts import EncodedPrompt
 from coordinator.session_ids import SECRET_BYTES
 from coordinator.sessions import open_store
 from specdec.errors import UnavailableError
+from specdec.exact.prefix import chain
 from tests.support.certificates import Authority
 from tests.support.secure_redis import secure_redis, secure_sentinel
 

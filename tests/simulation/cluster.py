@@ -103,7 +103,7 @@ class Cluster:
             redis = RedisClient(
                 store.route(), num_replicas=self.num_replicas, outside=outside, read_script=scripts.read_script
             )
-            sessions = SessionStore(redis, SESSION_TTL_S)
+            sessions = SessionStore(redis, SESSION_TTL_S, outside)
             limits = RequestLimits(MAX_NEW_TOKENS, 8)
             service = Coordinator(workers, PROMPTS, sessions, running, limits, outside)
             servicer = GenerationServicer(service, SessionIds(SECRET, outside), outside)

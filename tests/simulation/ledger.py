@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.generation import chain
 from coordinator.sessions import unpack_tokens
 from specdec.completion import Chunk
 from specdec.errors import SpecdecError
+from specdec.exact.prefix import chain
 from tests.simulation.store import SimulatedRedis
 
 
@@ -130,10 +130,10 @@ class Ledger:
             self.violated(f"session {session_id[:4]}: its digest is not that of its {len(tokens)} tokens")
         log.tokens, log.digest = tokens, meta[b"digest"]
 
-    def scored(self, session_id: str, tokens: tuple[int, ...]) -> None:
-        """Record that a target gave scores after these tokens."""
+    def scored(self, key: str, tokens: tuple[int, ...]) -> None:
+        """Record that a target gave scores after these tokens, which it holds under a session's key."""
         for (_, name), log in self.logs.items():
-            if name == session_id:
+            if name == key.rpartition("/")[2]:
                 log.scored.add(tokens)
 
     # ---- clients

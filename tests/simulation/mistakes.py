@@ -8,7 +8,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -17,21 +17,41 @@ from coordinator.stores import scripts
 
 
 @dataclass(frozen=True, slots=True)
-class Mistake:
+class Change:
     """One place of production code, and what is there instead."""
 
-    name: str
     place: str  # a function as module:qualified.name, or a Lua script
+    old: str
+    new: str
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Change it while the context lasts."""
+        change = script if self.place.endswith(".lua") else rewritten
+        with change(self.place, self.old, self.new):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A place that was changed; `also` lists what else guards against the same fault, and must be missing too."""
+
+    name: str
+    place: str
     old: str
     new: str
     num_seeds: int  # that it took to find it, from the first
     hazards: frozenset[str] = frozenset()
     hole: str = ""  # of the second look, that this opens again
+    also: tuple[Change, ...] = ()
 
-    def planted(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def planted(self) -> Iterator[None]:
         """Let the mistake be made while the context lasts."""
-        change = script if self.place.endswith(".lua") else rewritten
-        return change(self.place, self.old, self.new)
+        with ExitStack() as stack:
+            for change in (Change(self.place, self.old, self.new), *self.also):
+                stack.enter_context(change.made())
+            yield
 
 
 @contextmanager
@@ -74,6 +94,17 @@ def replaced(text: str, old: str, new: str) -> str:
 TWO_STORES, TWO_MODELS = frozenset({"two stores"}), frozenset({"two models"})
 FAILOVER = frozenset({"failover"})
 
+NO_PROOF = Change(
+    "specdec.exact.prefix:PrefixChain.proves",
+    "return digest is None or self.digest(tokens, length) == digest",
+    "return True",
+)
+NO_INCARNATION = Change(
+    "specdec.serving.session_stream:WorkerSession.key",
+    'return f"{self.incarnation}/{self.session_id}" if self.incarnation else self.session_id',
+    "return self.session_id",
+)
+
 MISTAKES = [
     Mistake(
         "a resume is judged by the memory of a former owner",
@@ -91,6 +122,8 @@ MISTAKES = [
         "if claim.epoch < epoch:",
         "if False:",
         132,
+        TWO_STORES,
+        also=(NO_PROOF, NO_INCARNATION),
     ),
     Mistake(
         "older streams of the same epoch go on at a worker",
@@ -100,6 +133,7 @@ MISTAKES = [
         6,
         TWO_STORES,
         hole="H3",
+        also=(NO_PROOF, NO_INCARNATION),
     ),
     Mistake(
         "a worker serves sessions of another model",
@@ -190,6 +224,8 @@ MISTAKES = [
         "num_matching = num_equal(self._tokens[start:base], tokens)",
         "num_matching = min(len(self._tokens[start:base]), len(tokens))",
         15,
+        TWO_STORES,
+        also=(NO_INCARNATION,),
     ),
     Mistake(
         "a cache is not truncated where a round fails to keep its draft",
@@ -204,6 +240,7 @@ MISTAKES = [
         "if start > (self.num_linear if on_draft else verified):",
         "if False:",
         15,
+        also=(NO_PROOF,),
     ),
     Mistake(
         "a finished session is not closed at its workers",

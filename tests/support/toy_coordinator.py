@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from coordinator.draft import OfferedDrafter
-from coordinator.generation import CommittedChunk, chain
+from coordinator.generation import CommittedChunk
 from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
@@ -20,6 +20,7 @@ from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
 from coordinator.streams import SessionOpening
 from specdec import messages
+from specdec.exact.prefix import chain
 from specdec.exact.values import Proposal
 from specdec.types import ModelInfo, SamplingParams
 from specdec.v1 import generation_pb2

@@ -10,6 +10,7 @@ import pytest
 
 from specdec.channel import open_channel
 from specdec.exact import codec
+from specdec.exact.prefix import chain
 from specdec.exact.values import ObservationRequest, SparseDistribution
 from specdec.serving.session_stream import open_session
 from specdec.types import SamplingParams
@@ -46,6 +47,7 @@ class WorkerStream(Generic[RequestT, ResponseT]):
     def __init__(self, call: grpc.aio.StreamStreamCall[RequestT, ResponseT], opening: RequestT) -> None:
         self._call = call
         self._opening: RequestT | None = opening
+        self.text: list[int] = []  # of the session, as far as this stream was told; a test may know more
 
     async def open(self) -> None:
         """Send the opening once."""
@@ -61,8 +63,18 @@ class WorkerStream(Generic[RequestT, ResponseT]):
     async def send(self, message: RequestT) -> ResponseT | None:
         """Send a message; return the answer, or None at the end of the stream."""
         await self.open()
+        self._prove(message)
         await self._call.write(message)
         return await self.read()
+
+    def _prove(self, message: Any) -> None:
+        """Fill in the digest of the text before a round's tokens, as a coordinator does."""
+        name = message.WhichOneof("payload")
+        if name not in ("score", "propose"):
+            return
+        asked = getattr(message, name)
+        asked.prefix_digest = asked.prefix_digest or chain(b"", self.text[: asked.start])
+        self.text[asked.start :] = asked.tokens
 
     async def ask(self, message: RequestT) -> ResponseT:
         """Send a message; return the answer that must come."""
@@ -107,9 +119,10 @@ class TargetStream(WorkerStream[target_pb2.ScoreRequest, target_pb2.ScoreRespons
         num_prompt: int = len(PROMPT),
         observations: ObservationRequest | None = None,
         model_fingerprint: str = "",
+        incarnation: str = "",
     ) -> None:
         opening = target_pb2.OpenTarget(
-            session=open_session(session_id, epoch, sampling, num_prompt),
+            session=open_session(session_id, epoch, sampling, num_prompt, incarnation),
             observations=codec.observation_request_to_proto(observations) if observations else None,
             model_fingerprint=model_fingerprint,
         )

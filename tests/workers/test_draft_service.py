@@ -123,6 +123,7 @@ async def test_full_acceptance_feeds_the_last_draft_token(
     stream, text = DraftStream(channel, next(names)), list(PROMPT)
     held = 0
     for _ in range(4):
+        stream.text = list(text)
         answer = await stream.propose(held, text[held:], 3)
         proposal = decoded(answer, 3)
         assert_same(proposal, expected(reference, text, 3))
@@ -292,9 +293,11 @@ async def test_rounds_drafted_ahead_equal_rounds_drafted_on_request(
     await until_fed(forwards.by_session[name], before)
     length = len(PROMPT) + count
     following = [drafted.tokens[-1], guess_of(reference, [*PROMPT, *drafted.tokens])]
+    ahead.text += drafted.tokens
     answer = await ahead.propose(length - 1, following, later)
     assert forwards.by_session[name][len(before) : len(before) + len(more)] == more
     await plain.propose(0, PROMPT, count)
+    plain.text += drafted.tokens
     wanted = await plain.propose(length - 1, following, later)
     for each in (answer, wanted):
         each.ClearField("timing")
@@ -314,8 +317,24 @@ async def test_a_wrong_guess_leaves_no_trace(
     closing = (guess_of(reference, [*PROMPT, *drafted]) + 1) % NUM_TOKENS
     text = [*PROMPT, *drafted[:kept], closing]
     start = min(len(text) - 1, len(PROMPT) + 2)
+    stream.text = list(text)
     answer = await stream.propose(start, text[start:], 3)
     assert_same(decoded(answer, 3), expected(reference, text, 3))
+
+
+@in_module_loop
+async def test_drafts_ahead_of_another_text_are_not_used(
+    ahead_channel: grpc.aio.Channel, names: Iterator[str], reference: Reference, forwards: Forwards
+) -> None:
+    """Though all that the request repeats of its text is the same."""
+    name, other = next(names), [PROMPT[0] + 1, *PROMPT[1:]]
+    stream = DraftStream(ahead_channel, name)
+    drafted = decoded(await stream.propose(0, other, 2), 2).tokens
+    await until_fed(forwards.by_session[name], [6, 1, 1, 2, 1])
+    text = [*PROMPT, *drafted, guess_of(reference, [*other, *drafted])]
+    stream.text = list(text)
+    assert (await stream.propose(7, text[7:], 2)).cached_len == 0
+    assert_same(decoded(await stream.propose(0, text, 2), 2), expected(reference, text, 2))
 
 
 @in_module_loop
@@ -327,7 +346,9 @@ async def test_drafts_ahead_of_another_epoch_are_discarded(
     drafted = decoded(await DraftStream(ahead_channel, name).propose(0, PROMPT, 2), 2).tokens
     await until_fed(forwards.by_session[name], [6, 1, 1, 2, 1])
     text = [*PROMPT, *drafted, guess_of(reference, [*PROMPT, *drafted])]
-    answer = await DraftStream(ahead_channel, name, other, epoch=2).propose(7, text[7:], 2)
+    taken_over = DraftStream(ahead_channel, name, other, epoch=2)
+    taken_over.text = text
+    answer = await taken_over.propose(7, text[7:], 2)
     assert_same(decoded(answer, 2), expected(reference, text, 2, other))
 
 
@@ -342,6 +363,7 @@ async def test_penalties_count_what_was_drafted_ahead(
     context = SamplingContext(sampling, PROMPT, drafted)
     guess = int(next_token_distributions(reference([*PROMPT, *drafted])[-1:], [context], NUM_TOKENS).argmax())
     text = [*PROMPT, *drafted, guess]
+    stream.text = list(text)
     answer = await stream.propose(8, text[8:], 3)
     assert_same(decoded(answer, 3), expected(reference, text, 3, sampling))
     assert forwards.by_session[name][:8] != [6, 1, 1, 1, 2, 1, 1, 2], "it was drafted ahead"

@@ -235,6 +235,7 @@ async def test_abandoned_streams_keep_the_cache_until_close(
         await first.score(0, PROMPT, DRAFT, SUPPORTS)
         await first.abandon()
         taken_over = TargetStream(channel, name, epoch=2)
+        taken_over.text = list(PROMPT)
         answer = await taken_over.score(len(PROMPT), [12, 77], DRAFT, SUPPORTS)
         assert_scores(decoded(answer), reference([*PROMPT, 12, 77, *DRAFT]).softmax(-1)[-4:], 8)
         assert answer.load.kv_cache_usage > 0

@@ -53,4 +53,4 @@ class HeadDrafter:
 
     def forget(self, session: WorkerSession) -> None:
         """Free what is held of the session."""
-        self._loop.forget(session.session_id)
+        self._loop.forget(session.key)

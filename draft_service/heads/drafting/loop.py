@@ -65,9 +65,9 @@ class HeadLoop(WorkerThread[RoundT]):
             raise EngineError("the head is stopping; ask another worker")
         return await asked.future
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, key: str) -> None:
         """Free a session. Returns at once."""
-        self._call(lambda: self._forget(session_id))
+        self._call(lambda: self._forget(key))
 
     # --- called on the thread
 
@@ -87,11 +87,11 @@ class HeadLoop(WorkerThread[RoundT]):
 
     def _begin(self, arrived: RoundT) -> None:
         """Let a round begin; an older one of its session, which nobody awaits, ends."""
-        key = arrived.session.session_id
-        self._rounds = [under_way for under_way in self._rounds if under_way.session.session_id != key]
+        key = arrived.session.key
+        self._rounds = [under_way for under_way in self._rounds if under_way.session.key != key]
         arrived.begin()
         sessions, request = self._runner.sessions, arrived.request
-        if (length := sessions.length(key)) < request.start:
+        if (length := sessions.num_proved(key, request)) < request.start:
             arrived.fail(SessionLost(length))
             return self._deliver(arrived)
         arrived.held = held = sessions.open(key)
@@ -131,7 +131,7 @@ class HeadLoop(WorkerThread[RoundT]):
         self._rounds = [under_way for under_way in self._rounds if not under_way.done]
         if self._num_ended >= ROUNDS_PER_EVICTION:
             self._num_ended = 0
-            self._runner.sessions.evict({under_way.session.session_id for under_way in self._rounds})
+            self._runner.sessions.evict({under_way.session.key for under_way in self._rounds})
 
     def _fail(self, rounds: list[RoundT], cause: Exception) -> None:
         self._num_failed += 1
@@ -140,11 +140,11 @@ class HeadLoop(WorkerThread[RoundT]):
             error = EngineError(f"the head failed: {type(cause).__name__}: {cause}")
             error.__cause__ = cause
             under_way.fail(error)
-            self._runner.sessions.forget(under_way.session.session_id)  # its keys may be incomplete
+            self._runner.sessions.forget(under_way.session.key)  # its keys may be incomplete
 
-    def _forget(self, session_id: str) -> None:
-        if all(under_way.session.session_id != session_id for under_way in self._rounds):
-            self._runner.sessions.forget(session_id)
+    def _forget(self, key: str) -> None:
+        if all(under_way.session.key != key for under_way in self._rounds):
+            self._runner.sessions.forget(key)
 
     def _deliver(self, ended: HeadRound) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the round any more

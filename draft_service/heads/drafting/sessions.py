@@ -8,7 +8,7 @@ import torch
 
 from draft_service.drafter import DraftRequest
 from draft_service.heads.drafting.kept import KeptKeys
-from specdec.exact.prefix import num_equal
+from specdec.exact.prefix import PrefixChain, num_equal
 from specdec.exact.values import Proposal
 
 SESSION_BYTES = 4096  # that a session takes besides its tokens and keys
@@ -21,6 +21,7 @@ class HeldSession:
 
     kept: KeptKeys
     tokens: list[int] = field(default_factory=list)
+    chain: PrefixChain = field(default_factory=PrefixChain)  # over the tokens
     latest: tuple[int, torch.Tensor] | None = None  # position, and what the head needs of it to draft after it
     answer: tuple[int, int, Proposal] | None = None  # committed length, K, and what was answered
 
@@ -41,6 +42,7 @@ class HeldSession:
 
     def _truncate(self, length: int, num_ahead: int) -> None:
         del self.tokens[length:]
+        self.chain.truncate(length)
         self.kept.truncate(length - num_ahead)
         self.answer = None
         if self.latest and self.latest[0] >= length - num_ahead:
@@ -58,26 +60,30 @@ class HeldSessions:
     def __len__(self) -> int:
         return len(self._held)
 
-    def length(self, session_id: str) -> int:
-        """Return how many tokens are held of a session."""
-        held = self._held.get(session_id)
-        return len(held.tokens) if held else 0
+    def num_proved(self, key: str, request: DraftRequest) -> int:
+        """Return how many tokens are held of a session; 0 if they are others than a request builds on."""
+        held = self._held.get(key)
+        if held is None:
+            return 0
+        length = len(held.tokens)
+        is_same = length < request.start or held.chain.proves(held.tokens, request.start, request.prefix_digest)
+        return length if is_same else 0
 
-    def open(self, session_id: str) -> HeldSession:
+    def open(self, key: str) -> HeldSession:
         """Return a session, new if nothing is held of it."""
-        if session_id not in self._held:
-            self._held[session_id] = HeldSession(self._new_keys())
-        self._held.move_to_end(session_id)
-        return self._held[session_id]
+        if key not in self._held:
+            self._held[key] = HeldSession(self._new_keys())
+        self._held.move_to_end(key)
+        return self._held[key]
 
-    def forget(self, session_id: str) -> None:
+    def forget(self, key: str) -> None:
         """Free a session."""
-        self._held.pop(session_id, None)
+        self._held.pop(key, None)
 
     def evict(self, in_use: Container[str]) -> None:
         """Free the least recently used sessions while all together take too much, but none that is in use."""
         num_bytes = sum(held.num_bytes for held in self._held.values())
-        for session_id in [name for name in self._held if name not in in_use]:
+        for key in [name for name in self._held if name not in in_use]:
             if num_bytes <= self._max_bytes:
                 return
-            num_bytes -= self._held.pop(session_id).num_bytes
+            num_bytes -= self._held.pop(key).num_bytes
