@@ -7,19 +7,24 @@ local meta = redis.call('HMGET', KEYS[1], 'epoch', 'length', 'digest', 'status')
 if not meta[1] then
   return {'gone'}
 end
-if meta[1] ~= ARGV[1] then
+if tonumber(meta[1]) > tonumber(ARGV[1]) then
   return {'fenced', meta[1]}
+end
+if tonumber(meta[1]) < tonumber(ARGV[1]) then
+  return {'conflict', meta[2]}
 end
 local length = tonumber(ARGV[2]) + #ARGV[5] / 4
 -- before the look at the status: a session may be cancelled between a commit and its replay
 if tonumber(meta[2]) == length and meta[3] == ARGV[4] then
   return {'committed'}
 end
+if meta[2] ~= ARGV[2] or meta[3] ~= ARGV[3] or redis.call('STRLEN', KEYS[2]) ~= 4 * tonumber(meta[2]) then
+  return {'conflict', meta[2]}
+end
 if meta[4] == 'cancelled' then
   return {'cancelled'}
 end
-if meta[4] ~= 'active' or meta[2] ~= ARGV[2] or meta[3] ~= ARGV[3] or
-    redis.call('STRLEN', KEYS[2]) ~= 4 * tonumber(meta[2]) then
+if meta[4] ~= 'active' then
   return {'conflict', meta[2]}
 end
 redis.call('HSET', KEYS[1], 'length', string.format('%d', length), 'digest', ARGV[4], 'status', ARGV[9],

@@ -1,14 +1,18 @@
 -- Keep a session alive while a round takes long, and return whether the caller still owns it.
 -- KEYS: meta, tokens, origins, logprobs
--- ARGV: epoch, time to live (ms)
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'status')
+-- ARGV: epoch, time to live (ms), committed length and digest as the caller knows them; a commit may be under way
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'length', 'digest', 'status')
 if not meta[1] then
   return {'gone'}
 end
-if meta[1] ~= ARGV[1] then
+if tonumber(meta[1]) > tonumber(ARGV[1]) then
   return {'fenced', meta[1]}
 end
-if meta[2] == 'cancelled' then
+local behind = tonumber(meta[2]) - tonumber(ARGV[3])
+if tonumber(meta[1]) < tonumber(ARGV[1]) or behind < 0 or (behind == 0 and meta[3] ~= ARGV[4]) then
+  return {'conflict', meta[2]}
+end
+if meta[4] == 'cancelled' then
   return {'cancelled'}
 end
 for _, key in ipairs(KEYS) do

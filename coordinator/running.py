@@ -9,11 +9,13 @@ from coordinator.acceptance import AcceptanceRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.draft import SessionDrafter
 from coordinator.generation import CommittedChunk, Generation, Round
+from coordinator.healing import heal, told
 from coordinator.joint_drafter import JointDrafter
 from coordinator.rounds import RoundParts, run_rounds
-from coordinator.sessions import SessionCancelled, SessionRecord, SessionStore
+from coordinator.session_record import SessionRecord, Status
+from coordinator.sessions import SessionCancelled, SessionStore
 from coordinator.target import SessionScorer
-from specdec.errors import UnavailableError
+from specdec.errors import DataLossError, FencedError, UnavailableError
 from specdec.outside import REAL, Outside
 from specdec.types import FinishReason, Statistics
 
@@ -54,6 +56,12 @@ class Ending:
     statistics: Statistics
 
 
+def _status(finish: FinishReason | None) -> Status:
+    if finish is None:
+        return Status.ACTIVE
+    return Status.CANCELLED if finish is FinishReason.CANCELLED else Status.FINISHED
+
+
 class RunningGeneration:
     """One generation and its followers."""
 
@@ -61,7 +69,7 @@ class RunningGeneration:
         self, session: SessionRecord, generation: Generation, store: SessionStore, outside: Outside = REAL
     ) -> None:
         self.session_id = session.session_id
-        self.epoch = session.epoch
+        self._session = session
         self.generation = generation
         self._store = store
         self._outside = outside
@@ -90,6 +98,24 @@ class RunningGeneration:
         """Seconds since the last commit while rounds are running, else 0."""
         return self._outside.now_s() - self._published_at if self.is_running else 0.0
 
+    @property
+    def epoch(self) -> int:
+        """The number of this claim on the session."""
+        return self._session.epoch
+
+    @property
+    def shown(self) -> SessionRecord:
+        """The session as it was committed, so that clients may have been shown it."""
+        ending = self._ending()
+        return replace(
+            self._session,
+            status=_status(ending.reason if ending else None),
+            emitted=tuple(self.generation.emitted[: self._num_published]),
+            digest=self.generation.digest_at(self._num_published),
+            finish=ending.reason if ending else None,
+            statistics=self._published,
+        )
+
     def start(self, workers: WorkerHandles) -> None:
         """Begin to run rounds."""
         self._task = asyncio.create_task(self._run(workers), name=f"generation {self.session_id}")
@@ -107,6 +133,20 @@ class RunningGeneration:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         return self._task if self._task and not self._task.done() else None
+
+    async def check(self) -> None:
+        """Ask the store whether this coordinator still owns the session; end the rounds if not, or if it is cancelled.
+
+        Raises UnavailableError.
+        """
+        shown = self.shown
+        length = len(shown.prompt) + len(shown.emitted)
+        try:
+            await self._store.heartbeat(self.session_id, self.epoch, length, shown.digest)
+        except SessionCancelled as cancelled:
+            self.interrupt(cancelled)
+        except (FencedError, DataLossError):
+            self.interrupt(told(await heal(self._store, self.shown)))
 
     def holds(self, offset: int, digest: bytes) -> bool:
         """Return whether a client's `offset` tokens with this digest (empty: not compared) match the text here."""
@@ -162,7 +202,10 @@ class RunningGeneration:
         statistics = replace(
             played.statistics, commit_s=self._published.commit_s, total_s=self._base_s + begin - self._began_at
         )
-        await self._store.commit(self.session_id, self.epoch, played, statistics)
+        try:
+            await self._store.commit(self.session_id, self.epoch, played, statistics)
+        except (FencedError, DataLossError) as refusal:
+            raise told(await heal(self._store, self.shown)) from refusal
         end = self._published_at = self._outside.now_s()
         metrics.observe_round(self._published, played, end - begin)
         self._published = replace(

@@ -8,17 +8,19 @@ import grpc
 
 from coordinator import metrics
 from coordinator.generation import CommittedChunk, OutputToken
+from coordinator.healing import BEGINNING, Position
 from coordinator.requests import known_session
 from coordinator.running import Ending
 from coordinator.service import Coordinator, StoredSession
 from coordinator.session_ids import SessionIds, SessionName
-from coordinator.sessions import Status
+from coordinator.session_record import Status
 from specdec import messages
-from specdec.errors import SpecdecError
+from specdec.errors import InvalidArgumentError, SpecdecError
 from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import current_tenant
 from specdec.serving.telemetry import get_logger
 from specdec.serving.writing import Writer
+from specdec.types import TokenOrigin
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
 
@@ -27,6 +29,8 @@ _STATUS = {
     Status.FINISHED: pb.SESSION_STATUS_FINISHED,
     Status.CANCELLED: pb.SESSION_STATUS_CANCELLED,
 }
+
+_ORIGINS = frozenset(origin.value for origin in TokenOrigin)
 
 Send = Callable[[pb.GenerateResponse], Awaitable[None]]
 
@@ -47,7 +51,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             session = self._ids.of_request(current_tenant(), request.request_id)
             await self._coordinator.begin(request, session)
             record.session_id = session.stored
-            await self._stream(session, 0, b"", Writer(context).write, record)
+            await self._stream(session, BEGINNING, Writer(context).write, record)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from the client's offset."""
@@ -58,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async def resume(chunk: pb.GenerateResponse) -> None:
                 await writer.write(pb.ResumeResponse(chunk=chunk))
 
-            await self._stream(session, request.offset, request.digest, resume, record)
+            await self._stream(session, self._position(session, request), resume, record)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
@@ -84,11 +88,25 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_draft_tokens=self._coordinator.limits.max_draft_tokens,
             )
 
-    async def _stream(self, session: SessionName, offset: int, digest: bytes, send: Send, record: "_Request") -> None:
-        async with aclosing(self._coordinator.follow(session.stored, offset, digest)) as chunks:
+    async def _stream(self, session: SessionName, position: Position, send: Send, record: "_Request") -> None:
+        following = self._coordinator.follow(session.stored, position.offset, position.digest, position.handed)
+        async with aclosing(following) as chunks:
             async for chunk, ending in chunks:
-                await send(chunk_to_proto(session.public, chunk, ending))
+                message = chunk_to_proto(session.public, chunk, ending)
+                message.proof = self._ids.proof(session, chunk.offset + len(chunk.emitted), chunk.digest)
+                await send(message)
                 record.wrote(chunk, ending)
+
+    def _position(self, session: SessionName, request: pb.ResumeRequest) -> Position:
+        """Return where a client is. Raises InvalidArgumentError."""
+        if not self._ids.is_proved(session, request.offset, request.digest, request.proof):
+            return Position(request.offset, request.digest)
+        if len(request.tokens) != len(request.origins):
+            raise InvalidArgumentError({"origins": "has not one entry for each of the tokens"})
+        if any(origin not in _ORIGINS for origin in request.origins):
+            raise InvalidArgumentError({"origins": "has an entry that this service does not know"})
+        handed = map(OutputToken, request.tokens, map(TokenOrigin, request.origins))
+        return Position(request.offset, request.digest, tuple(handed))
 
 
 def _known(session_id: str, record: "_Request") -> SessionName:

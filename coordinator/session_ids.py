@@ -1,4 +1,6 @@
-"""Names of sessions: what clients get, and what the store, the workers and this coordinator call the same session.
+"""Names of sessions, and proofs of what was shown of them: what needs the secret of the service.
+
+A session has a name for clients, and one by which the store, the workers and this coordinator call it.
 
 A request_id becomes a session's id by a keyed hash of the tenant and the request_id, so that guessing a request_id
 finds nothing. The store's name of a session contains its tenant, so another tenant's session is not there at all: the
@@ -13,6 +15,7 @@ from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import NO_TENANT
 
 SECRET_BYTES = 32
+PROOF_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +46,12 @@ class SessionIds:
         # tenants have no zero byte, so no two pairs make the same message
         digest = hmac.digest(self._secret, tenant.encode() + b"\0" + request_id.encode(), "sha256")
         return SessionName.of(tenant, digest[:16].hex())
+
+    def proof(self, session: SessionName, offset: int, digest: bytes) -> bytes:
+        """Return what proves that a client was shown a session's text up to `offset`, which has this digest."""
+        message = b"\0".join((b"shown", session.stored.encode(), str(offset).encode(), digest))
+        return hmac.digest(self._secret, message, "sha256")[:PROOF_BYTES]
+
+    def is_proved(self, session: SessionName, offset: int, digest: bytes, proof: bytes) -> bool:
+        """Return whether this is the proof of that text."""
+        return hmac.compare_digest(proof, self.proof(session, offset, digest))

@@ -37,7 +37,9 @@ class CoordinatorSettings(ClientFacingSettings):
     state_dir: Path | None = Field(
         None, description="folder of the embedded store; unset: $XDG_STATE_HOME/specdec or ~/.local/state/specdec"
     )
-    session_ttl_s: float = Field(3600.0, ge=1, description="seconds that a session is kept after its last commit")
+    session_ttl_s: float = Field(
+        3600.0, ge=10, description="seconds that a session is kept after its last commit; a running one is kept"
+    )
     max_sessions: int = Field(
         1024, ge=1, description="maximum number of sessions generated at once; more: RESOURCE_EXHAUSTED"
     )

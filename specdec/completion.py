@@ -54,6 +54,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # [N] if the request set num_logprobs, else empty
     text_ends: tuple[int, ...] = ()  # [N]: where each token's certain text ends within `text`, in characters
     finish: Finish | None = None  # only in the last chunk
+    proof: bytes = b""  # that the service sent the text up to this chunk's end
 
     @property
     def end(self) -> int:
@@ -157,6 +158,8 @@ class Transcript:
     start: int = 0
     digests: dict[int, bytes] = field(default_factory=dict)  # at the end of each chunk
     tokens: list[int] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)  # one a token
+    proof: bytes = b""  # that the service sent the tokens up to `end`
     finished: bool = False
 
     @property
@@ -176,6 +179,9 @@ class Transcript:
         self.session_id = chunk.session_id
         self.digests[chunk.end] = chunk.digest
         self.tokens += news.tokens
+        self.origins += news.origins
+        if chunk.end == self.end:
+            self.proof = chunk.proof
         self.finished = chunk.finish is not None
         return news if news.tokens or news.finish else None
 
@@ -224,6 +230,7 @@ def _chunk(message: generation_pb2.GenerateResponse) -> Chunk:
         ),
         text_ends=tuple(message.text_ends),
         finish=finish_from_proto(message.finish) if message.HasField("finish") else None,
+        proof=message.proof,
     )
 
 

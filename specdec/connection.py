@@ -34,6 +34,9 @@ RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
 
 
+MAX_HANDED_BACK = 16_384  # tokens, 60 kB
+
+
 class Connection:
     """A channel that opens with the first call, and stays with the event loop of that call."""
 
@@ -147,8 +150,7 @@ class Connection:
         stub = self._stub()
         if request and not seen.session_id:
             return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        resume = generation_pb2.ResumeRequest(session_id=seen.session_id, offset=seen.end, digest=seen.digest)
-        return stub.Resume(resume, timeout=timeout_s, metadata=self._metadata)
+        return stub.Resume(_resumption(seen), timeout=timeout_s, metadata=self._metadata)
 
     async def _pause(self, attempts: Attempts, error: grpc.aio.AioRpcError | None, seen: Transcript | None) -> None:
         """Sleep until the next attempt is due. Raises what the caller should see if there is none."""
@@ -215,6 +217,17 @@ def _reason(error: grpc.aio.AioRpcError) -> str:
     last = details.rpartition(": ")[2].rstrip("]. ")
     cause = details if last.isdigit() else last  # a number alone, as of an HTTP status, says too little
     return f" ({cause})" if cause else ""
+
+
+def _resumption(seen: Transcript) -> generation_pb2.ResumeRequest:
+    """Return the request for what follows; a store that went back in time takes what was seen from it."""
+    resume = generation_pb2.ResumeRequest(session_id=seen.session_id, offset=seen.end, digest=seen.digest)
+    if seen.proof:
+        resume.proof = seen.proof
+        resume.tokens.extend(seen.tokens[-MAX_HANDED_BACK:])
+        origins = seen.origins[-MAX_HANDED_BACK:]
+        resume.origins.extend(generation_pb2.TokenOrigin.ValueType(origin.value) for origin in origins)
+    return resume
 
 
 def _chunk_of(

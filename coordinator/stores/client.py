@@ -6,6 +6,7 @@ as failed: it is repeated, recognised, and waited for again. Nothing that a fail
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,15 @@ class RedisClient:
         self.route = route
         self._num_replicas, self._patience_s = num_replicas, patience_s
         self._outside, self._read_script = outside, read_script
+        self._broken_at_s = -math.inf
+
+    @property
+    def unbroken_s(self) -> float:
+        """Seconds since a connection was last found broken, as a Redis that went back in time leaves them."""
+        return self._outside.now_s() - self._broken_at_s
+
+    def _note_break(self) -> None:
+        self._broken_at_s = self._outside.now_s()
 
     def script(self, name: str, is_reply: Callable[[Any], bool]) -> Script:
         """Return the script `coordinator/<name>.lua`; `is_reply` says whether it could have given a reply."""
@@ -118,6 +128,7 @@ class RedisClient:
     async def _attempt(self, key: str, command: Command, script: ScriptText | None) -> Any:
         """Execute a command once, at the server that is the key's master now. Raises RedisError, _Redirected."""
         node = await self.route.find(key)
+        node.on_break = self._note_break
         try:
             await self._take_turn(node)
             try:

@@ -1,9 +1,10 @@
 """One Redis server: its connections, and commands that are answered on one of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
@@ -31,21 +32,47 @@ class Node:
         self.pool = pool
         # the pool does not wait: it raises where a connection is missing
         self.turns = asyncio.Semaphore(min(MAX_CALLS, pool.max_connections))
+        self.on_break: Callable[[], None] = lambda: None  # called when a connection is found broken
+        self._num_breaks = 0
+        self._made = WeakKeyDictionary[Any, int]()  # of each connection: how many breaks were known when it was made
 
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together on one connection; return the replies, error replies among them.
 
         Raises RedisError where the connection fails, and closes it: a later reply must not answer another command.
         """
-        connection: Any = await self.pool.get_connection()  # type: ignore[no-untyped-call]
+        connection: Any = await self._connection()
         try:
             await connection.send_packed_command(connection.pack_commands(commands))
             return [await _reply(connection) for _ in commands]
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RedisError | OSError):
+                self._note_break(connection)
             await connection.disconnect(nowait=True)
             raise
         finally:
             await asyncio.shield(self.pool.release(connection))
+
+    async def _connection(self) -> Any:
+        try:
+            connection: Any = await self.pool.get_connection()  # type: ignore[no-untyped-call]
+        except (RedisError, OSError):
+            self._note_break(None)
+            raise
+        # the pool connects again by itself where it finds that an idle connection was closed
+        connection.register_connect_callback(self._connected_again)
+        self._made.setdefault(connection, self._num_breaks)
+        return connection
+
+    async def _connected_again(self, connection: Any) -> None:
+        self._note_break(connection)
+        self._made[connection] = self._num_breaks
+
+    def _note_break(self, connection: Any) -> None:
+        """Count a break, unless the connection is older than the last one: then that is why."""
+        if self._made.get(connection, self._num_breaks) == self._num_breaks:
+            self._num_breaks += 1
+            self.on_break()
 
     async def drop(self) -> None:
         """Close the connections that are not in use: the server may not be what it was when they were made."""

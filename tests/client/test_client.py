@@ -244,6 +244,15 @@ async def test_broken_stream_resumes_where_it_broke(
     assert service.requests[1] == pb.ResumeRequest(session_id=SESSION, offset=have, digest=digest_at(have))
 
 
+async def test_resumed_stream_hands_back_what_it_proves(service: Service, client: AsyncClient) -> None:
+    proved = [{**fields, "proof": bytes([number]) * 16} for number, fields in enumerate(WHOLE)]
+    service.handlers = [sends(*proved[:2], then=grpc.StatusCode.UNAVAILABLE), sends(*proved[2:])]
+    assert (await client.complete("x")).text == TEXT
+    resumed, have = service.requests[1], WHOLE[2]["offset"]
+    assert (resumed.offset, resumed.proof, tuple(resumed.tokens)) == (have, b"\x01" * 16, TOKENS[:have])
+    assert len(resumed.origins) == have
+
+
 async def test_stream_survives_a_break_after_every_chunk(service: Service, client: AsyncClient) -> None:
     service.handlers = [sends(one, then=grpc.StatusCode.UNAVAILABLE) for one in WHOLE]
     completion = await client.complete("x")

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from itertools import count
+from typing import Any
 
 import pytest
 
 from coordinator.generation import Round
-from coordinator.sessions import SessionStore, Status, open_store
+from coordinator.session_record import Status
+from coordinator.sessions import SessionStore, open_store
 from coordinator.stores.opening import open_redis
 from specdec.errors import DataLossError, FencedError, NotFoundError, OverloadedError, UnavailableError
 from specdec.types import FinishReason, Statistics
@@ -242,10 +244,10 @@ async def test_a_failed_heartbeat_does_not_end_the_heartbeats(
     coordinator.toys.before = Gate(8)
     heartbeat, num_calls = SessionStore.heartbeat, count()
 
-    async def failing_at_first(store: SessionStore, session_id: str, epoch: int) -> None:
+    async def failing_at_first(store: SessionStore, session_id: str, *facts: Any) -> None:
         if next(num_calls) < 3:
             raise TypeError("a bug")
-        await heartbeat(store, session_id, epoch)
+        await heartbeat(store, session_id, *facts)
 
     monkeypatch.setattr(SessionStore, "heartbeat", failing_at_first)
     watching = asyncio.create_task(coordinator.watch(period_s=0.001))

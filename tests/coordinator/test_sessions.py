@@ -22,12 +22,13 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from coordinator.generation import OutputToken, Round
 from coordinator.prompts import EncodedPrompt
-from coordinator.sessions import SessionCancelled, SessionStore, Status, keys, open_store
+from coordinator.sessions import SessionCancelled, SessionStore, keys, open_store
 from coordinator.stores.client import PATIENCE_S, RedisClient
 from coordinator.stores.node import MAX_CALLS, Command, Node
 from coordinator.stores.opening import memory_pool, open_redis
 from coordinator.stores.routes import FixedRoute
 from coordinator.stores.scripts import read_script
+from coordinator.session_record import Status
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.exact.prefix import chain
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
@@ -293,6 +294,66 @@ async def check_remains_of_an_expired_session_are_swept(store: OpenStore) -> Non
     assert (await store.read(SESSION)).emitted == ()
 
 
+async def check_an_epoch_that_went_back_is_data_loss(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    with pytest.raises(DataLossError):
+        await commit(store, epoch + 1, round_after(PROMPT, (1,)))
+
+
+async def check_a_heartbeat_sees_what_the_store_lacks(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1, 2)))
+    text = (*PROMPT, 1, 2)
+    await store.heartbeat(SESSION, epoch, len(PROMPT), chain(b"", PROMPT))  # a commit may be under way
+    await store.heartbeat(SESSION, epoch, len(text), chain(b"", text))
+    for wrong in ((*text, 3), (*PROMPT, 1, 3)):
+        with pytest.raises(DataLossError):
+            await store.heartbeat(SESSION, epoch, len(wrong), chain(b"", wrong))
+
+
+async def check_finished_sessions_take_no_round(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1,), FinishReason.EOS))
+    with pytest.raises(DataLossError):
+        await commit(store, epoch, round_after((*PROMPT, 1), (2,)))
+
+
+async def check_only_what_was_read_is_restored(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await commit(store, epoch, round_after(PROMPT, (1,), logprobs=LOGPROBS))
+    read = await store.claim(SESSION)
+    assert await store.restore(replace(read, epoch=9), read)
+    restored = await store.claim(SESSION)
+    assert restored == replace(read, epoch=10), "with log probabilities"
+    assert not await store.restore(replace(read, epoch=20), read), "others have changed it"
+    assert not await store.restore(replace(read, epoch=20), None)
+    await store.redis.flushall()
+    assert await store.restore(restored, None)
+    assert await store.claim(SESSION) == replace(restored, epoch=11)
+    assert all([await store.redis.pttl(key) > 0 for key in keys(SESSION)])
+
+
+async def check_lost_sessions_stay_lost(store: OpenStore) -> None:
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    await store.lose(SESSION)
+    for call in (store.claim(SESSION), store.read(SESSION), store.cancel(SESSION)):
+        with pytest.raises(DataLossError, match="begin a new session"):
+            await call
+    with pytest.raises(FencedError):
+        await commit(store, epoch, round_after(PROMPT, (1,)))
+    found = await store.find(SESSION)
+    assert found
+    assert found.status is Status.LOST
+    await create(store)
+    with pytest.raises(DataLossError):
+        await store.claim(SESSION)
+
+
 async def check_tokens_that_vanished_are_data_loss(store: OpenStore) -> None:
     """What Redis evicts key by key."""
     await create(store)
@@ -311,14 +372,24 @@ async def test_checks(store: OpenStore, check: Callable[[OpenStore], Awaitable[N
     await check(store)
 
 
-EPOCH = "if meta[1] ~= ARGV[1] then"
+EPOCH = "if tonumber(meta[1]) > tonumber(ARGV[1]) then"
+OLDER = "if tonumber(meta[1]) < tonumber(ARGV[1]) then"
 REPLAY = "if tonumber(meta[2]) == length and meta[3] == ARGV[4] then"
-CONFLICT = "meta[4] ~= 'active' or meta[2] ~= ARGV[2] or meta[3] ~= ARGV[3]"
+CONFLICT = "meta[2] ~= ARGV[2] or meta[3] ~= ARGV[3]"
 CANCELLED = "if meta[4] == 'cancelled' then\n  return {'cancelled'}\nend\n"
 EXPIRE = "for _, key in ipairs(KEYS) do"
 MUTANTS = {
     "no epoch check": ("commit", EPOCH, "if false then"),
-    "lower epochs are let in": ("commit", EPOCH, "if tonumber(meta[1]) < tonumber(ARGV[1]) then"),
+    "lower epochs are let in": ("commit", EPOCH, OLDER),
+    "epochs that went back are let in": ("commit", OLDER, "if false then"),
+    "ended sessions go on": ("commit", "if meta[4] ~= 'active' then", "if false then"),
+    "restoring does not compare": ("restore", "if (meta[field] or '') ~= ARGV[field] then", "if false then"),
+    "losing keeps the epoch": ("lose", "redis.call('HINCRBY', KEYS[1], 'epoch', 1)", ""),
+    "a heartbeat does not see what was lost": (
+        "heartbeat",
+        "or behind < 0 or (behind == 0 and meta[3] ~= ARGV[4])",
+        "",
+    ),
     "no recognition of replays": ("commit", REPLAY, "if false then"),
     "replays recognised by length alone": ("commit", REPLAY, "if tonumber(meta[2]) == length then"),
     "replays recognised before the epoch": (
@@ -327,9 +398,9 @@ MUTANTS = {
         f"local length = tonumber(ARGV[2]) + #ARGV[5] / 4\n{REPLAY}\n  return {{'committed'}}\nend\n{EPOCH}",
     ),
     "cancelled before replays": ("commit", EPOCH, CANCELLED + EPOCH),
-    "no comparison of lengths": ("commit", CONFLICT, "meta[4] ~= 'active' or meta[3] ~= ARGV[3]"),
-    "no comparison of digests": ("commit", CONFLICT, "meta[4] ~= 'active' or meta[2] ~= ARGV[2]"),
-    "no comparison at all": ("commit", CONFLICT, "meta[4] ~= 'active'"),
+    "no comparison of lengths": ("commit", CONFLICT, "meta[3] ~= ARGV[3]"),
+    "no comparison of digests": ("commit", CONFLICT, "meta[2] ~= ARGV[2]"),
+    "no comparison at all": ("commit", CONFLICT, "false"),
     "tokens need not be there": ("commit", "redis.call('STRLEN', KEYS[2]) ~= 4 * tonumber(meta[2])", "false"),
     "meta is not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[2], KEYS[3], KEYS[4]}) do"),
     "tokens are not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[1], KEYS[3], KEYS[4]}) do"),
@@ -370,17 +441,17 @@ async def test_a_heartbeat_tells_the_owner(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
     await store.redis.pexpire(keys(SESSION)[0], 60_000)
-    await store.heartbeat(SESSION, epoch)
+    await store.heartbeat(SESSION, epoch, len(PROMPT), chain(b"", PROMPT))
     assert await store.redis.pttl(keys(SESSION)[0]) > 60_000
     await store.claim(SESSION)
     with pytest.raises(FencedError):
-        await store.heartbeat(SESSION, epoch)
+        await store.heartbeat(SESSION, epoch, len(PROMPT), chain(b"", PROMPT))
     await store.cancel(SESSION)
     with pytest.raises(SessionCancelled):
-        await store.heartbeat(SESSION, epoch + 1)
+        await store.heartbeat(SESSION, epoch + 1, len(PROMPT), chain(b"", PROMPT))
     await store.redis.delete(keys(SESSION)[0])
     with pytest.raises(DataLossError):
-        await store.heartbeat(SESSION, epoch + 1)
+        await store.heartbeat(SESSION, epoch + 1, len(PROMPT), chain(b"", PROMPT))
 
 
 # ---- faults, on a real Redis
@@ -547,7 +618,7 @@ async def test_refusals_of_redis_are_quoted(error: Exception) -> None:
 CALLS: dict[str, Callable[[SessionStore], Awaitable[object]]] = {
     "create": create,
     "commit": lambda store: commit(store, 1, round_after(PROMPT, (1,))),
-    "heartbeat": lambda store: store.heartbeat(SESSION, 1),
+    "heartbeat": lambda store: store.heartbeat(SESSION, 1, 1, b""),
     "cancel": lambda store: store.cancel(SESSION),
     "claim": lambda store: store.claim(SESSION),
 }
@@ -664,13 +735,13 @@ class StoreMachine(RuleBasedStateMachine):
         if not self.exists:
             return "DataLossError"
         if epoch != self.epoch:
-            return "FencedError"
+            return "FencedError" if epoch < self.epoch else "DataLossError"
         if self.commits and self.commits[-1] == (epoch, played):
             return "committed"
-        if self.status is Status.CANCELLED:
-            return "SessionCancelled"
-        fits = self.status is Status.ACTIVE and played.base_digest == chain(b"", self.log)
-        return "committed" if fits else "DataLossError"
+        if played.base_digest != chain(b"", self.log):
+            return "DataLossError"
+        ends = {Status.ACTIVE: "committed", Status.CANCELLED: "SessionCancelled", Status.FINISHED: "DataLossError"}
+        return ends[self.status]
 
     def try_commit(self, epoch: int, played: Round) -> None:
         outcome = self.outcome(epoch, played)

@@ -1,0 +1,112 @@
+"""What a coordinator does when the store has less than clients were shown, or other text: it went back in time.
+
+What was shown is not taken back. A coordinator that ran the session, or a client that hands its tokens back, brings
+the store up to date where the text goes on from what the store has. Where it does not, two texts were shown under one
+name: the session is lost, and nobody is shown more of it.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from coordinator.generation import OutputToken
+from coordinator.session_record import SessionRecord, Status
+from coordinator.sessions import SessionStore
+from specdec.errors import DataLossError, FencedError, SpecdecError, UnavailableError
+from specdec.exact.prefix import chain
+from specdec.serving.telemetry import get_logger
+
+MAX_ATTEMPTS = 4  # against others that change the session meanwhile
+
+
+class Healing(Enum):
+    """What became of a session."""
+
+    CURRENT = auto()  # the store has all that was shown
+    HEALED = auto()  # it has it again
+    LOST = auto()  # it has other text, and says so from now on
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a client is in a session: what it was shown ends after `offset` tokens."""
+
+    offset: int = 0
+    digest: bytes = b""  # empty: not compared
+    handed: tuple[OutputToken, ...] | None = None  # its last tokens; None: no proof that it was shown any
+
+    def goes_on_from(self, stored: SessionRecord) -> bool:
+        """Return whether the tokens that were handed back are what the store's text lacks."""
+        missing = self._missing(stored)
+        is_complete = len(stored.emitted) + len(missing) == self.offset
+        return is_complete and chain(stored.digest, [entry.token for entry in missing]) == self.digest
+
+    def appended_to(self, stored: SessionRecord) -> SessionRecord:
+        """Return the session with what the store's text lacks."""
+        emitted = (*stored.emitted, *self._missing(stored))
+        return replace(stored, emitted=emitted, digest=self.digest, epoch=stored.epoch + 1)
+
+    def _missing(self, stored: SessionRecord) -> tuple[OutputToken, ...]:
+        count = self.offset - len(stored.emitted)
+        return (self.handed or ())[-count:] if count > 0 else ()
+
+
+BEGINNING = Position()
+
+
+async def heal(store: SessionStore, shown: SessionRecord) -> Healing:
+    """Let the store have what this coordinator has shown, or mark the session as lost. Raises UnavailableError."""
+    for _ in range(MAX_ATTEMPTS):
+        stored = await store.find(shown.session_id)
+        if stored is not None and (stored.status is Status.LOST or stored.fingerprint != shown.fingerprint):
+            return Healing.LOST  # also where another request has the id by now
+        if stored is not None and stored.begins_with(shown) and _is_later(stored, shown):
+            return Healing.CURRENT
+        if stored is not None and not shown.begins_with(stored):
+            await store.lose(shown.session_id)
+            return _noted(shown, Healing.LOST)
+        if await store.restore(_above(shown, stored), stored):
+            return _noted(shown, Healing.HEALED)
+    raise UnavailableError("others are changing the session; resume it")
+
+
+async def take_back(store: SessionStore, session_id: str, shown: Position) -> Healing:
+    """Let the store have what a client was shown, or mark the session as lost. Raises as `SessionStore.read`."""
+    for _ in range(MAX_ATTEMPTS):
+        stored = await store.read(session_id)
+        if stored.holds(shown.offset, shown.digest):
+            return Healing.CURRENT
+        if stored.has_logprobs or not shown.goes_on_from(stored):  # clients hand back no log probabilities
+            await store.lose(session_id)
+            return _noted(stored, Healing.LOST)
+        if await store.restore(shown.appended_to(stored), stored):
+            return _noted(stored, Healing.HEALED)
+    raise UnavailableError("others are changing the session; resume it")
+
+
+def _is_later(stored: SessionRecord, shown: SessionRecord) -> bool:
+    """Return whether the store's session, which has all that was shown, is as it was or went on from there."""
+    return stored.epoch >= shown.epoch or len(stored.emitted) > len(shown.emitted)
+
+
+def told(healing: Healing) -> SpecdecError:
+    """Return what followers are told by a coordinator that could not commit."""
+    if healing is Healing.LOST:
+        return DataLossError("the session store lost text that was shown of this session; begin a new session")
+    if healing is Healing.HEALED:
+        return UnavailableError("the session store went back in time and has this session again; resume it")
+    return FencedError("another coordinator has taken this session over; resume it")
+
+
+def _above(shown: SessionRecord, stored: SessionRecord | None) -> SessionRecord:
+    """Return what to store: an epoch that nobody has, and an end that a client has asked for meanwhile."""
+    if stored is None:
+        return replace(shown, epoch=shown.epoch + 1)
+    above = replace(shown, epoch=max(shown.epoch, stored.epoch) + 1)
+    if stored.status is Status.CANCELLED and shown.status is Status.ACTIVE:
+        return replace(above, status=stored.status, finish=stored.finish)
+    return above
+
+
+def _noted(session: SessionRecord, healing: Healing) -> Healing:
+    get_logger().warning("store_went_back", session_id=session.session_id, session=healing.name.lower())
+    return healing
