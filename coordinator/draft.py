@@ -52,11 +52,17 @@ class DraftWorkers:
         self._outside = outside
 
     async def describe(self) -> Mapping[str, OfferedDrafter]:
-        """Return the drafters on offer, the default first. Raises UnavailableError while no worker answers."""
+        """Return the drafters on offer, the default first.
+
+        Raises UnavailableError while no worker answers, or one answers without any drafter.
+        """
         request = draft_pb2.GetDraftRequest()
         metadata = routing_metadata("describe", 0)
         reply = await answered(self._stub.GetDraft(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
-        return {drafter.name: _offered(drafter) for drafter in reply.drafters}
+        offered = {drafter.name: _offered(drafter) for drafter in reply.drafters}
+        if not offered or "" in offered:
+            raise UnavailableError("a draft worker offers no drafter; restart that worker if it persists")
+        return offered
 
     def open(
         self, session: SessionOpening, drafter: str, limits: DraftLimits, on_failure: Callable[[SpecdecError], None]

@@ -43,10 +43,16 @@ class TargetWorkers:
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     async def describe(self, route: int = 0) -> ModelInfo:
-        """Return the model of one of them; routes may reach different ones. Raises UnavailableError if none answers."""
+        """Return the model of one of them; routes may reach different ones.
+
+        Raises UnavailableError if none answers, or one answers what no model is.
+        """
         request, metadata = target_pb2.GetTargetRequest(), routing_metadata("describe", route)
         reply = await answered(self._stub.GetTarget(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
-        return messages.model_from_proto(reply.model)
+        model = messages.model_from_proto(reply.model)
+        if not (model.name and model.tokenizer_fingerprint and model.vocab_size and model.context_length):
+            raise UnavailableError("a target worker describes no model; restart that worker if it persists")
+        return model
 
     def open(
         self,

@@ -57,7 +57,7 @@ class Node:
         try:
             connection: Any = await self.pool.get_connection()  # type: ignore[no-untyped-call]
         except (RedisError, OSError):
-            self._note_break(None)
+            self._count_break()
             raise
         # the pool connects again by itself where it finds that an idle connection was closed
         connection.register_connect_callback(self._connected_again)
@@ -70,9 +70,12 @@ class Node:
 
     def _note_break(self, connection: Any) -> None:
         """Count a break, unless the connection is older than the last one: then that is why."""
-        if self._made.get(connection, self._num_breaks) == self._num_breaks:
-            self._num_breaks += 1
-            self.on_break()
+        if self._made.get(connection) == self._num_breaks:
+            self._count_break()
+
+    def _count_break(self) -> None:
+        self._num_breaks += 1
+        self.on_break()
 
     async def drop(self) -> None:
         """Close the connections that are not in use: the server may not be what it was when they were made."""

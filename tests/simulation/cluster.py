@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from coordinator.target import TargetWorkers
 from draft_service.model.drafter import ModelDrafter
 from draft_service.model.tasks import DraftProcessor
 from draft_service.servicer import DraftServicer
+from specdec.errors import UnavailableError
 from specdec.outside import Outside
 from specdec.v1 import draft_pb2_grpc, generation_pb2_grpc, target_pb2_grpc
 from target_service.scorer import Scorer
@@ -104,6 +106,7 @@ class Cluster:
                 store.route(), num_replicas=self.num_replicas, outside=outside, read_script=scripts.read_script
             )
             sessions = SessionStore(redis, SESSION_TTL_S, outside)
+            await _answering(sessions)
             limits = RequestLimits(MAX_NEW_TOKENS, 8)
             service = Coordinator(workers, PROMPTS, sessions, running, limits, outside)
             servicer = GenerationServicer(service, SessionIds(SECRET, outside), outside)
@@ -148,3 +151,10 @@ class Cluster:
 
         self.models[process.name] = model
         return InlineEngine(model, processor, step_s)
+
+
+async def _answering(store: SessionStore) -> None:
+    """Return once a store answered; a coordinator that cannot start is started again."""
+    while True:
+        with suppress(UnavailableError):
+            return await store.answers()

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from coordinator.sessions import unpack_tokens
+from coordinator.session_record import unpack_tokens
 from specdec.completion import Chunk
 from specdec.errors import SpecdecError
 from specdec.exact.prefix import chain
@@ -50,6 +50,7 @@ class Log:
     epoch: int = 0
     shown: list[int] = field(default_factory=list)  # the longest text that any client has seen
     is_lost: bool = False  # the store lost at least a part of it, by a fault
+    is_behind: bool = False  # so that it had less than clients were shown
     is_forgotten: bool = False  # the store lost all of it: the same request begins another session
     scored: set[tuple[int, ...]] = field(default_factory=set)  # the texts after which a target gave scores
 
@@ -92,6 +93,7 @@ class Ledger:
             if name == store.name:
                 tokens = unpack_tokens(store.tokens(session_id)) if session_id in held else ()
                 log.is_lost = log.is_lost or len(tokens) < len(log.tokens)
+                log.is_behind = log.is_behind or len(tokens) < len(log.prompt) + len(log.shown) > len(log.prompt)
                 log.is_forgotten = log.is_forgotten or (bool(log.tokens) and not tokens)
                 log.tokens = tokens
                 log.digest = store.meta(session_id)[b"digest"] if tokens else b""
@@ -166,6 +168,11 @@ class Ledger:
             self.violated(f"session {session_id[:4]}: {client} failed with {error.reason}: {error.message}")
 
     # ---- the end
+
+    def went_back(self) -> Counter[str]:
+        """Return what became of the sessions of which a store lost what was shown."""
+        behind = [log for log in self.logs.values() if log.is_behind]
+        return Counter("healed" if list(log.completion[: len(log.shown)]) == log.shown else "lost" for log in behind)
 
     def close(self) -> None:
         """Compare what was shown with the logs as they finally are."""

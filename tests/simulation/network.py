@@ -116,7 +116,6 @@ class Network:
     servers: list[Server] = field(default_factory=list)
     partitioned: set[frozenset[str]] = field(default_factory=set)  # pairs of processes that cannot reach each other
     garbled: dict[str, float] = field(default_factory=dict)  # the share of a process's answers that are garbage
-    garbles_descriptions: bool = False  # also what workers say about themselves
     on_bug: Callable[[str], None] = lambda what: None  # called where a handler raises what is no SpecdecError
 
     def keepalive_s(self) -> float:
@@ -169,10 +168,9 @@ class Network:
             return
         connection = Connection(self, caller, server, method)
         name = server.process.name
-        is_garbled = self.garbles_descriptions or "/Get" not in method
 
         def deliver(kind: str, value: Any) -> None:
-            call.deliver(kind, self._garbled(name, value) if kind == "message" and is_garbled else value)
+            call.deliver(kind, self._garbled(name, value) if kind == "message" else value)
 
         to_client = Pipe(self.delay, deliver)
         connection.client = call

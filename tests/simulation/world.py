@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ class Outcome:
     violations: tuple[str, ...]
     trace: Trace
     endings: str  # of the clients
+    went_back: Mapping[str, int]  # sessions of which a store lost what was shown: healed, or lost
     virtual_s: float
     num_steps: int
 
@@ -53,7 +54,9 @@ def run_world(seed: int, hazards: frozenset[str] = frozenset()) -> Outcome:
         loop.set_exception_handler(lambda _, __: None)
         loop.close()
     endings = ", ".join(f"{count} {name}" for name, count in sorted(ledger.endings.items()))
-    return Outcome(seed, hazards, tuple(ledger.violations), trace, endings, loop.time(), loop.num_steps)
+    return Outcome(
+        seed, hazards, tuple(ledger.violations), trace, endings, ledger.went_back(), loop.time(), loop.num_steps
+    )
 
 
 def _end_tasks(loop: VirtualLoop) -> None:
@@ -89,8 +92,7 @@ class World:
             self._cluster.num_replicas = 1
             for store in stores:
                 store.replica = Replica()
-        if "garbled descriptions" in hazards:
-            self._cluster.network.garbles_descriptions = True
+        if "sick target" in hazards or self._chance.random() < 0.1:
             self._cluster.network.garbled["target-1"] = 0.3
         self._clients: list[Client] = []
 
