@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
@@ -44,11 +45,19 @@ class RedisClient:
         self._num_replicas, self._patience_s = num_replicas, patience_s
         self._outside, self._read_script = outside, read_script
         self._broken_at_s = -math.inf
+        self._met = WeakSet[Node]()
 
     @property
     def unbroken_s(self) -> float:
-        """Seconds since a connection was last found broken, as a Redis that went back in time leaves them."""
+        """Seconds since a connection was last found broken, as a Redis that went back in time leaves them, or a master new."""
         return self._outside.now_s() - self._broken_at_s
+
+    def _meet(self, node: Node) -> None:
+        """Hear of a server's broken connections; another master than before may lack what that one had."""
+        if self._met and node not in self._met:
+            self._note_break()
+        self._met.add(node)
+        node.on_break = self._note_break
 
     def _note_break(self) -> None:
         self._broken_at_s = self._outside.now_s()
@@ -128,7 +137,7 @@ class RedisClient:
     async def _attempt(self, key: str, command: Command, script: ScriptText | None) -> Any:
         """Execute a command once, at the server that is the key's master now. Raises RedisError, _Redirected."""
         node = await self.route.find(key)
-        node.on_break = self._note_break
+        self._meet(node)
         try:
             await self._take_turn(node)
             try:

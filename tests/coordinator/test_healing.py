@@ -272,7 +272,7 @@ async def test_takeover_waits_until_a_broken_store_is_settled(store: Store, monk
     monkeypatch.setattr("coordinator.service.SETTLED_S", 0.2)
     coordinator = ToyCoordinator(store)
     await coordinator.create(SESSION)
-    store._redis.breaks.note()
+    store._redis._note_break()
     following = asyncio.create_task(coordinator.tokens(SESSION))
     await until(lambda: bool(len(coordinator.running)))
     assert not coordinator.toys.scorers
