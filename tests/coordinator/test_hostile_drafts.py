@@ -12,7 +12,10 @@ import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
+from coordinator.draft import DraftWorkers
 from specdec import AsyncClient, SamplingParams, SpeculationParams
+from specdec.channel import open_channel
+from specdec.errors import UnavailableError
 from specdec.messages import model_to_proto
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, types_pb2
@@ -116,6 +119,8 @@ class NonsenseWorker(grpc.GenericRpcHandler):
     def __init__(self) -> None:
         self.reply: Reply = raw(b"")
         self.num_rounds = 0
+        drafter = draft_pb2.Drafter(name="liar", model=model_to_proto(ModelInfo("liar")))
+        self.description = draft_pb2.GetDraftResponse(drafters=[drafter])
 
     def service(self, handler_call_details: Any) -> Any:
         """Serve the two methods of the service."""
@@ -125,8 +130,7 @@ class NonsenseWorker(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(self._propose) if method == "Propose" else None
 
     async def _describe(self, request: bytes, context: Any) -> bytes:
-        drafter = draft_pb2.Drafter(name="liar", model=model_to_proto(ModelInfo("liar")))
-        return draft_pb2.GetDraftResponse(drafters=[drafter]).SerializeToString()
+        return self.description.SerializeToString()
 
     async def _propose(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for data in requests:
@@ -215,3 +219,12 @@ async def test_cycles_are_named_in_the_log(
 
 def test_fifty_ways_are_tried() -> None:
     assert len(NONSENSE) == 50
+
+
+@pytest.mark.parametrize("drafters", [[], [draft_pb2.Drafter()]], ids=["none", "one without a name"])
+async def test_draft_worker_that_describes_no_drafter_counts_as_away(drafters: list[draft_pb2.Drafter]) -> None:
+    worker = NonsenseWorker()
+    worker.description = draft_pb2.GetDraftResponse(drafters=drafters)
+    async with serve(worker) as address, open_channel(address) as channel:
+        with pytest.raises(UnavailableError, match="offers no drafter"):
+            await DraftWorkers(channel, 10.0).describe()

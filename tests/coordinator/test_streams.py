@@ -38,7 +38,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
         self.num_streams = 0
         self.routes: list[str] = []  # of each stream
 
-    def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
+    async def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
         """Answer with an empty description."""
         return target_pb2.GetTargetResponse()
 
@@ -126,6 +126,13 @@ async def test_a_refusal_at_open_keeps_its_status() -> None:
         async with served(Scripted(*[refuse_as_fenced] * 100)) as workers:
             with pytest.raises(FencedError, match="epoch 4"):
                 await workers.open(SESSION, 10).score([1, 2], Proposal())
+
+
+async def test_a_worker_that_describes_no_model_counts_as_away() -> None:
+    """Its empty description is a valid message."""
+    async with served(Scripted()) as workers:
+        with pytest.raises(UnavailableError, match="describes no model"):
+            await workers.describe()
 
 
 async def test_each_round_proves_what_it_builds_on() -> None:
