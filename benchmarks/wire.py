@@ -17,6 +17,7 @@ from draft_service.drafter import NO_OBSERVATIONS
 from draft_service.drafters.model import ModelDrafterSettings
 from draft_service.drafters.recycle import NUM_SUCCESSORS
 from specdec.exact import codec
+from specdec.exact.prefix import DIGEST_BYTES
 from specdec.exact.sampling import draw, sparse_distributions
 from specdec.exact.values import (
     ObservationRequest,
@@ -124,6 +125,7 @@ def messages(proposal: Proposal, wanted: ObservationRequest) -> dict[str, Messag
         answer.timing.CopyFrom(TIMING)
     scored.load.CopyFrom(LOAD)
     score = codec.score_to_proto(COMMITTED, committed, proposal)
+    propose.prefix_digest = score.prefix_digest = bytes(DIGEST_BYTES)
     return {
         "ProposeRequest": draft_pb2.ProposeRequest(propose=propose),
         "ProposeResponse": drafted,
