@@ -71,7 +71,8 @@ class ContiguousPool:
     @property
     def num_free_blocks(self) -> int:
         """See `KvPool`."""
-        return self.num_blocks - sum(run.num_blocks for run in self._runs.values())
+        # a copy, made at once: the load is read on other threads while the engine opens and closes sequences
+        return self.num_blocks - sum(run.num_blocks for run in list(self._runs.values()))
 
     def num_blocks_of(self, key: str) -> int:
         """See `KvPool`."""
