@@ -49,7 +49,10 @@ class RedisClient:
 
     @property
     def unbroken_s(self) -> float:
-        """Seconds since a connection was last found broken, as a Redis that went back in time leaves them, or a master new."""
+        """Seconds since a connection was last found broken, or a master new.
+
+        A Redis that went back in time leaves its connections broken.
+        """
         return self._outside.now_s() - self._broken_at_s
 
     def _meet(self, node: Node) -> None:

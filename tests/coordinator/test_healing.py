@@ -1,6 +1,7 @@
 """A store that goes back in time gets back what was shown, or says from then on that it lost it."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -8,20 +9,24 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from fakeredis import FakeAsyncRedis
+from redis.asyncio import Redis
 
 from coordinator.generation import OutputToken
 from coordinator.healing import Healing, Position, heal, take_back
-from coordinator.redis_client import RedisClient
 from coordinator.servicer import GenerationServicer
 from coordinator.session_ids import SECRET_BYTES, SessionIds
 from coordinator.session_record import Status
-from coordinator.sessions import SessionStore, keys
+from coordinator.sessions import SessionStore, keys, open_store
+from coordinator.stores.client import RedisClient
+from coordinator.stores.node import Node
+from coordinator.stores.opening import memory_pool
+from coordinator.stores.routes import FixedRoute
 from specdec.errors import DataLossError, InvalidArgumentError, NotFoundError, UnavailableError
 from specdec.exact.prefix import chain
 from specdec.serving.security.caller import NO_TENANT
 from specdec.types import TokenOrigin
 from specdec.v1 import generation_pb2
+from tests.support.redis_server import running_redis
 from tests.support.toy_coordinator import LENGTH, PROMPT, Gate, ToyCoordinator, take_last, tokens_of, until
 
 SESSION = "s"
@@ -31,8 +36,10 @@ class Store(SessionStore):
     """An embedded store that can go back in time."""
 
     def __init__(self) -> None:
-        self.redis = FakeAsyncRedis()
-        super().__init__(RedisClient(self.redis), 1000.0)
+        pool = memory_pool()
+        self.redis = Redis(connection_pool=pool)
+        self.client = RedisClient(FixedRoute(Node(pool)))
+        super().__init__(self.client, 1000.0)
 
     async def snapshot(self) -> dict[str, Any]:
         return {key: await self.redis.dump(key) for key in keys(SESSION)}
@@ -272,7 +279,7 @@ async def test_takeover_waits_until_a_broken_store_is_settled(store: Store, monk
     monkeypatch.setattr("coordinator.service.SETTLED_S", 0.2)
     coordinator = ToyCoordinator(store)
     await coordinator.create(SESSION)
-    store._redis._note_break()
+    store.client._note_break()
     following = asyncio.create_task(coordinator.tokens(SESSION))
     await until(lambda: bool(len(coordinator.running)))
     assert not coordinator.toys.scorers
@@ -292,3 +299,17 @@ def test_tokens_without_their_origins_are_refused(origins: list[int]) -> None:
     del request.origins[:]
     request.origins.extend([generation_pb2.TOKEN_ORIGIN_ACCEPTED] * 2)
     assert servicer._position(session, request) == Position(2, b"d" * 16, handed([3, 4]))
+
+
+async def test_restart_of_an_idle_redis_is_noticed() -> None:
+    """The library connects again by itself: no call fails."""
+    with running_redis() as server:
+        store = open_store(server.url, 1000.0)
+        for _ in range(2):
+            await store.answers()
+        assert store.unbroken_s == math.inf
+        server.kill()
+        server.start()
+        await store.answers()
+        assert store.unbroken_s < 60
+        await store.close()

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from coordinator.generation import OutputToken, Round, chain
+from coordinator.generation import OutputToken, Round
 from coordinator.prompts import EncodedPrompt
 from coordinator.sessions import SessionStore, open_store
 from specdec.errors import DataLossError, UnavailableError
+from specdec.exact.prefix import chain
 from specdec.serving.local import CannotRun, Options
 from specdec.serving.local.preflight import check
 from specdec.types import Statistics, TokenOrigin
@@ -162,5 +163,5 @@ async def test_a_replica_gives_no_answer_of_its_own(failover: Failover) -> None:
         with pytest.raises(UnavailableError, match="the session store is a replica, which takes no writes; give"):
             await call
     with pytest.raises(UnavailableError, match="replica"):
-        await store.heartbeat("never was", 1)
+        await store.heartbeat("never was", 1, 1, b"")
     await store.close()

@@ -22,13 +22,13 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from coordinator.generation import OutputToken, Round
 from coordinator.prompts import EncodedPrompt
+from coordinator.session_record import Status
 from coordinator.sessions import SessionCancelled, SessionStore, keys, open_store
 from coordinator.stores.client import PATIENCE_S, RedisClient
 from coordinator.stores.node import MAX_CALLS, Command, Node
 from coordinator.stores.opening import memory_pool, open_redis
 from coordinator.stores.routes import FixedRoute
 from coordinator.stores.scripts import read_script
-from coordinator.session_record import Status
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.exact.prefix import chain
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
