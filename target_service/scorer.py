@@ -77,6 +77,8 @@ class ScoreTask(Task[Scores]):
             match=match,
             hidden_layers=watch.request.hidden_layers,
             num_observed=watch.window + num_draft_tokens if watch.request.hidden_layers else 0,
+            group=session.group,
+            has_text=given.committed_length > session.num_prompt_tokens,
         )
         self.session = session
         self.round = given

@@ -45,6 +45,8 @@ class ProposeTask(Task[Proposal]):
             num_committed=request.committed_length if num_committed is None else num_committed,
             match=match or bool(begun.tokens),
             on_draft=True,  # the worker's own, ahead of the verdict or accepted
+            group=session.group,
+            has_text=request.committed_length > session.num_prompt_tokens,
         )
         self.session = session
         self.request = request

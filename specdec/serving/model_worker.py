@@ -116,6 +116,7 @@ def new_engine(settings: ModelSettings, model: LanguageModel, processor: Process
         processor,
         max_batch_tokens=settings.max_batch_tokens,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        turn_s=settings.cache_turn_s,
     )
 
 

@@ -40,6 +40,11 @@ class WorkerSession:
     target: str = ""  # fingerprint of the model that the text belongs to, as far as the worker is told
 
     @property
+    def group(self) -> str:
+        """What shares this worker as one: the tenant's hash in the session's id; empty where there are no tenants."""
+        return self.session_id.rpartition(".")[0]
+
+    @property
     def seed(self) -> int:
         """What keys every draw of the session."""
         seed = self.sampling.seed

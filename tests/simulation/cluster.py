@@ -147,4 +147,4 @@ class Cluster:
             return self.random.uniform(0.5, 1.5) * self.step_s * process.slowness
 
         self.models[process.name] = model
-        return InlineEngine(model, processor, step_s)
+        return InlineEngine(model, processor, step_s, self.outside)
