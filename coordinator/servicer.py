@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from coordinator import metrics
+from coordinator.admission import Ticket
 from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.requests import known_session
 from coordinator.running import Ending
@@ -44,10 +45,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Stream a new session, or attach to the one that has this request_id."""
         with _Request("Generate", self._outside) as record:
             # an id that is too long is refused by `begin`, and hashed to no end until then
-            session = self._ids.of_request(current_tenant(), request.request_id)
-            await self._coordinator.begin(request, session)
+            session, tenant = self._ids.of_request(current_tenant(), request.request_id), current_tenant()
+            ticket = await self._coordinator.begin(request, session, tenant, context.time_remaining())
             record.session_id = session.stored
-            await self._stream(session, 0, b"", Writer(context).write, record)
+            await self._stream(session, 0, b"", Writer(context).write, record, ticket)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from the client's offset."""
@@ -58,7 +59,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async def resume(chunk: pb.GenerateResponse) -> None:
                 await writer.write(pb.ResumeResponse(chunk=chunk))
 
-            await self._stream(session, request.offset, request.digest, resume, record)
+            ticket = self._coordinator.admission.enter(current_tenant(), 0, context.time_remaining())
+            await self._stream(session, request.offset, request.digest, resume, record, ticket)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
@@ -84,11 +86,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_draft_tokens=self._coordinator.limits.max_draft_tokens,
             )
 
-    async def _stream(self, session: SessionName, offset: int, digest: bytes, send: Send, record: "_Request") -> None:
-        async with aclosing(self._coordinator.follow(session.stored, offset, digest)) as chunks:
-            async for chunk, ending in chunks:
-                await send(chunk_to_proto(session.public, chunk, ending))
-                record.wrote(chunk, ending)
+    async def _stream(
+        self, session: SessionName, offset: int, digest: bytes, send: Send, record: "_Request", ticket: Ticket
+    ) -> None:
+        admission, is_complete = self._coordinator.admission, False
+        try:
+            async with aclosing(self._coordinator.follow(session.stored, offset, digest)) as chunks:
+                async for chunk, ending in chunks:
+                    admission.progress(ticket, len(chunk.emitted))
+                    await send(chunk_to_proto(session.public, chunk, ending))
+                    record.wrote(chunk, ending)
+                    is_complete = ending is not None
+        finally:
+            admission.leave(ticket, is_complete=is_complete)
 
 
 def _known(session_id: str, record: "_Request") -> SessionName:

@@ -49,7 +49,17 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 class WorkerStream(Generic[ReplyT]):
     """One session's stream to one kind of worker."""
 
-    def __init__(self, call: Callable[..., Any], session_id: str, opening: Any, closing: Any, timeout_s: float) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        session_id: str,
+        opening: Any,
+        closing: Any,
+        timeout_s: float,
+        in_progress: Callable[[ReplyT], bool] = lambda reply: False,
+    ) -> None:
+        """`in_progress` says of a message whether it is no answer yet, only a sign that the worker is at it."""
+        self._in_progress = in_progress
         self._call = call
         self._session_id, self._route = session_id, 0
         self._opening, self._closing = opening, closing
@@ -65,8 +75,8 @@ class WorkerStream(Generic[ReplyT]):
         Raises the worker's SpecdecError; UnavailableError if it did not answer in time.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._ask(committed, message)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                return await self._ask(committed, message, limit)
         except TimeoutError:
             self.abandon()
             raise UnavailableError(f"a worker did not answer within {self._timeout_s:g} s") from None
@@ -78,7 +88,9 @@ class WorkerStream(Generic[ReplyT]):
             self.abandon()
             raise
 
-    async def _ask(self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any]) -> ReplyT:
+    async def _ask(
+        self, committed: Sequence[int], message: Callable[[int, Sequence[int]], Any], limit: asyncio.Timeout
+    ) -> ReplyT:
         await self._open()
         num_misses = 0
         while True:
@@ -86,16 +98,24 @@ class WorkerStream(Generic[ReplyT]):
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
             await self._stream.write(message(start, committed[start:]))
+            reply = await self._answer(limit)
+            if reply.cached_len >= start:
+                self._held = min(reply.cached_len, len(committed))
+                return reply
+            self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
+            num_misses += 1
+
+    async def _answer(self, limit: asyncio.Timeout) -> ReplyT:
+        """Return the next message that is an answer; the others start the time-out again."""
+        while True:
             reply = await self._stream.read()
             if reply is grpc.aio.EOF:
                 raise asyncio.InvalidStateError("the worker ended the stream")
             if reply is None:
                 raise UnavailableError("a worker's answer is not a valid message")
-            if reply.cached_len >= start:
-                self._held = min(reply.cached_len, len(committed))
+            if not self._in_progress(reply):
                 return reply  # type: ignore[no-any-return]
-            self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
-            num_misses += 1
+            limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
 
     async def _open(self) -> None:
         if self._stream is None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import grpc
 
 from coordinator import metrics
+from coordinator.loads import ReportedLoads
 from coordinator.observing import NOTHING
 from coordinator.rounds import Scored
 from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
@@ -41,6 +42,7 @@ class TargetWorkers:
         self._stub = target_pb2_grpc.TargetServiceStub(channel)
         self._outside = outside
         self._timeout_s, self._patience_s = timeout_s, patience_s
+        self.loads = ReportedLoads(outside)
 
     async def describe(self, route: int = 0) -> ModelInfo:
         """Return the model of one of them; routes may reach different ones. Raises UnavailableError if none answers."""
@@ -67,7 +69,7 @@ class TargetWorkers:
         opening = target_pb2.ScoreRequest(open=target)
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())
         stream: WorkerStream[target_pb2.ScoreResponse] = WorkerStream(
-            self._stub.Score, session.session_id, opening, closing, self._timeout_s
+            self._stub.Score, session.session_id, opening, closing, self._timeout_s, self._in_progress
         )
         wants_logprobs = session.sampling.num_logprobs is not None
         return SessionScorer(
@@ -77,8 +79,15 @@ class TargetWorkers:
             self._patience_s,
             session.num_prompt_tokens,
             on_mismatch,
+            self.loads,
             self._outside,
         )
+
+    def _in_progress(self, reply: target_pb2.ScoreResponse) -> bool:
+        """Take note of the load in a message that is no answer yet; return whether it is one."""
+        if reply.in_progress:
+            self.loads.report(reply.load)
+        return reply.in_progress
 
 
 class SessionScorer:
@@ -92,9 +101,11 @@ class SessionScorer:
         patience_s: float,
         num_prompt_tokens: int,
         on_mismatch: Callable[[], None],
+        loads: ReportedLoads | None = None,
         outside: Outside = REAL,
     ) -> None:
         self._stream = stream
+        self._loads = loads or ReportedLoads(outside)
         self._outside = outside
         self._vocab_size, self._wants_logprobs = vocab_size, wants_logprobs
         self._retry = replace(RETRY, budget_s=patience_s)
@@ -165,6 +176,7 @@ class SessionScorer:
             self._stream.abandon()
             raise UnavailableError(f"a target worker answered against the contract: {error}") from error
         metrics.observe_worker("score", reply.timing)
+        self._loads.report(reply.load)
         num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
         return Scored(scores, self._outside.now_s() - begin, self._stream.num_fed, num_sessions)
 

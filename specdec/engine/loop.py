@@ -45,6 +45,10 @@ class Load:
     num_waiting: int
     num_running: int
     kv_usage: float  # 0 to 1
+    num_resident: int = 0  # sessions with a place in the cache
+    num_without_place: int = 0  # of the waiting ones
+    num_prompt_tokens: int = 0  # still to be read
+    prompt_s: float = 0.0  # that reading them takes
 
 
 class EngineLoop(WorkerThread[TaskT]):
@@ -103,7 +107,16 @@ class EngineLoop(WorkerThread[TaskT]):
     def load(self) -> Load:
         """How busy the engine is right now."""
         num_waiting = self._inbox.qsize() + self._schedule.num_waiting
-        return Load(num_waiting, self._schedule.num_running, self._model.cache.usage)
+        queue = self._schedule.queue
+        return Load(
+            num_waiting,
+            self._schedule.num_running,
+            self._model.cache.usage,
+            queue.num_resident,
+            queue.num_without_place,
+            queue.num_prompt_tokens,
+            queue.prompt_s,
+        )
 
     # --- called on the engine thread
 

@@ -8,6 +8,7 @@ A task runs once its session is resident in the cache (`residency.py`), and then
 If running tasks outgrow the cache the youngest is suspended until another one has ended.
 """
 
+from dataclasses import dataclass
 from typing import Generic, Protocol
 
 from specdec.engine.batch import DECODING_TOKENS, Batch, ReadingBudget, TaskT
@@ -48,7 +49,7 @@ class _Place(Generic[TaskT]):
         self.begun_length = 0  # of the sequence when the task began
         self.suspended_length = 0  # of the sequence when the task was suspended
         self.num_ended = 0  # tasks that had ended when the task was suspended
-        self.has_prompt = False  # what it began with is read in pieces
+        self.has_prompt = len(task.tokens) > DECODING_TOKENS  # what it began with is read in pieces
         self.has_fed = False  # took part in a forward
 
     @property
@@ -60,6 +61,16 @@ class _Place(Generic[TaskT]):
     def is_decoding(self) -> bool:
         """Whether all its tokens go into one forward, before any prompt's."""
         return self.task.has_proceeded or not self.has_prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """What waits for the engine, as of its last step; replaced as a whole, so that any thread may read it."""
+
+    num_resident: int = 0  # sessions with a place in the cache
+    num_without_place: int = 0  # tasks that wait for one
+    num_prompt_tokens: int = 0  # still to be read, those of waiting tasks included
+    prompt_s: float = 0.0  # that reading them takes
 
 
 class Schedule(Generic[TaskT]):
@@ -84,6 +95,7 @@ class Schedule(Generic[TaskT]):
         self._ended: list[TaskT] = []  # whose results are not delivered yet
         self._num_ended = 0
         self._num_decoding = 0  # tokens of rounds in the last batch
+        self.queue = Queue()
         self._is_stuck = False  # nothing could be done in the last step
         self._pieces: list[Piece] = []  # of prompts in it
 
@@ -133,7 +145,15 @@ class Schedule(Generic[TaskT]):
         for place in self._running:
             self._note_fed(place, batch)
         self._is_stuck = not batch.feeds and not self._ended
+        self.queue = self._measured_queue()
         return batch.feeds
+
+    def _measured_queue(self) -> Queue:
+        prompts = [place.task for place in (*self._running, *self._waiting) if not place.is_decoding]
+        num_tokens = sum(len(task.tokens) for task in prompts)
+        prompt_s = sum(self._pace.reading_s(Piece(len(task.tokens), 0)) for task in prompts)
+        num_without = sum(not self._residency.has(place.task.key) for place in self._waiting)
+        return Queue(len(self._residency), num_without, num_tokens, prompt_s)
 
     def note_forward(self, elapsed_s: float) -> None:
         """Take note of what the forward over the last batch took."""
