@@ -1,12 +1,18 @@
 """Which new sessions are let in, on a clock that the tests move."""
 
+import asyncio
+from contextlib import aclosing
+
 import pytest
 
 from coordinator.admission import CROWDED_MARGIN, MARGIN, TENANT_MEMORY_S, Admission, Ticket
 from coordinator.loads import ReportedLoads, TargetLoad
-from specdec.errors import OverloadedError
+from coordinator.session_ids import SessionName
+from coordinator.sessions import open_store
+from specdec.errors import NotFoundError, OverloadedError
 from specdec.outside import Outside
-from specdec.v1 import types_pb2
+from specdec.v1 import generation_pb2, types_pb2
+from tests.support.toy_coordinator import PROMPT, ToyCoordinator
 
 TOKEN_S = 0.01  # of a session alone
 LENGTH = 100
@@ -171,3 +177,25 @@ def test_impossible_reports_are_ignored(prompt_s: float) -> None:
     loads = ReportedLoads()
     loads.report(types_pb2.Load(prompt_s=prompt_s, num_prompt_tokens=1))
     assert loads.load == TargetLoad()
+
+
+async def test_refused_requests_write_nothing() -> None:
+    store = open_store("embedded", 1000.0)
+    coordinator = ToyCoordinator(store)
+    request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenSequence(ids=PROMPT))
+    running = SessionName.of("", "running")
+    ticket = await coordinator.begin(request, running, left_s=8.0)
+    coordinator.admission.progress(ticket, 1)
+    await asyncio.sleep(0.01)
+    coordinator.admission.progress(ticket, 1)
+    with pytest.raises(OverloadedError) as refused:
+        await coordinator.begin(request, SessionName.of("", "refused"), left_s=0.001)
+    assert refused.value.retry_after_s
+    with pytest.raises(NotFoundError):
+        await store.read("refused")
+    assert len(coordinator.admission) == 1
+    async with aclosing(coordinator.follow("running", 0, b"")) as chunks:
+        await anext(chunks)
+        repeated = await coordinator.begin(request, running, left_s=0.001)  # it runs here already
+    coordinator.admission.leave(repeated, is_complete=False)
+    await store.close()

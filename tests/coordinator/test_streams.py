@@ -21,7 +21,7 @@ from specdec.serving.channels import SESSION_METADATA_KEY
 from specdec.serving.model_worker import MAX_FAILED_FORWARDS
 from specdec.serving.server import Server, serving
 from specdec.types import SamplingParams
-from specdec.v1 import target_pb2, target_pb2_grpc
+from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.settings import TargetSettings
 
 SESSION = SessionOpening("session", 3, SamplingParams(seed=1), 2)
@@ -64,7 +64,9 @@ def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> tar
 
 
 @asynccontextmanager
-async def served(servicer: Scripted, patience_s: float = 10) -> AsyncIterator[TargetWorkers]:
+async def served(
+    servicer: Scripted, patience_s: float = 10, timeout_s: float = 10
+) -> AsyncIterator[TargetWorkers]:
     """Serve it; give the coordinator's client of it."""
 
     @asynccontextmanager
@@ -78,7 +80,7 @@ async def served(servicer: Scripted, patience_s: float = 10) -> AsyncIterator[Ta
         open_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         await channel.channel_ready()
-        yield TargetWorkers(channel, timeout_s=10, patience_s=patience_s)
+        yield TargetWorkers(channel, timeout_s=timeout_s, patience_s=patience_s)
 
 
 async def refuse_as_fenced(requests: Any, context: Any) -> None:
@@ -98,6 +100,17 @@ async def break_after_one_answer(requests: Any, context: Any) -> None:
     """Answer once, then fail."""
     await end_after_one_answer(requests, context)
     await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def answer_late(requests: Any, context: Any) -> None:
+    """Say often that the round is in progress, for longer than the time-out, then answer."""
+    async for request in requests:
+        if request.HasField("score"):
+            load = types_pb2.Load(num_without_place=3, num_resident=1)
+            for _ in range(10):
+                await context.write(target_pb2.ScoreResponse(in_progress=True, load=load))
+                await asyncio.sleep(0.05)
+            await context.write(well_answered(request.score))
 
 
 async def answer_nonsense(requests: Any, context: Any) -> None:
@@ -253,3 +266,14 @@ async def test_worker_phases_are_measured() -> None:
     async with served(Scripted(answer_with_times)) as workers:
         await workers.open(SESSION, 10).score([1, 2], Proposal())
     assert (seconds("score_queue"), seconds("score_forward")) == (before[0], before[1] + 0.25)
+
+
+async def test_a_round_in_progress_does_not_time_out() -> None:
+    servicer = Scripted(answer_late)
+    async with served(servicer, timeout_s=0.3) as workers:
+        scorer = workers.open(SESSION, 10)
+        scored = await scorer.score([1, 2], Proposal())
+        assert scored.scores.positions[0].tail_token == 7
+        assert servicer.num_streams == 1
+        assert workers.loads.load.num_without_place > 0, "coordinators learn how many wait"
+        scorer.abandon()
