@@ -66,7 +66,9 @@ class Load:
         if len(refused) > 1:
             high = statistics.quantiles(refused, n=100)[-1]
             text += f"; refusals median {statistics.median(refused):.0f}, 99 % {high:.0f} ms"
-        return f"goodput {self.goodput:.2f}/s; {text}; {self.num_keys} keys, at most {KEYS_OF_A_SESSION * kept} expected"
+        return (
+            f"goodput {self.goodput:.2f}/s; {text}; {self.num_keys} keys, at most {KEYS_OF_A_SESSION * kept} expected"
+        )
 
 
 @contextlib.asynccontextmanager

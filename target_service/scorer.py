@@ -100,11 +100,13 @@ class ScoreTask(Task[Scores]):
         sampling = self.session.sampling
         if not sampling.has_penalties:
             return [SamplingContext(sampling)] * self.num_positions
-        committed = self.sequence.tokens[: self.round.committed_length]
-        prompt, completion = committed[: self.session.num_prompt_tokens], committed[self.session.num_prompt_tokens :]
-        paths = [path_to(position, self.round.tree) for position in range(self.num_positions)]
+        given, session = self.round, self.session
+        counts = session.counts.update(
+            given.start, self.sequence.tokens, given.committed_length, session.num_prompt_tokens
+        )
+        paths = [path_to(position, given.tree) for position in range(self.num_positions)]
         return [
-            SamplingContext(sampling, prompt, [*completion, *(self.round.draft_tokens[index] for index in path)])
+            SamplingContext(sampling, completion=[given.draft_tokens[index] for index in path], counts=counts)
             for path in paths
         ]
 

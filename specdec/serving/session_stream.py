@@ -11,7 +11,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, UnavailableError
+from specdec.exact.token_counts import TokenCounts
 from specdec.serving.telemetry import get_logger
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
@@ -39,6 +40,7 @@ class WorkerSession:
     sampling: SamplingParams
     num_prompt_tokens: int
     target: str = ""  # fingerprint of the model that the text belongs to, as far as the worker is told
+    counts: TokenCounts = field(default_factory=TokenCounts, compare=False)  # of its text, on the thread of the model
 
     @property
     def group(self) -> str:

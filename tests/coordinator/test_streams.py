@@ -64,9 +64,7 @@ def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> tar
 
 
 @asynccontextmanager
-async def served(
-    servicer: Scripted, patience_s: float = 10, timeout_s: float = 10
-) -> AsyncIterator[TargetWorkers]:
+async def served(servicer: Scripted, patience_s: float = 10, timeout_s: float = 10) -> AsyncIterator[TargetWorkers]:
     """Serve it; give the coordinator's client of it."""
 
     @asynccontextmanager
