@@ -53,6 +53,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Free a session's cache."""
         self._engine.forget(session.session_id)
 
+    def leave(self, session: WorkerSession) -> None:
+        """Let a session's cache make room for others: its stream has ended."""
+        self._engine.leave(session.session_id)
+
     def _check_model(self, fingerprint: str) -> None:
         """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
         if fingerprint not in ("", self._model.fingerprint):
@@ -163,6 +167,10 @@ class ScoreRounds(SessionRounds):
     def in_progress(self) -> target_pb2.ScoreResponse | None:
         """Say that the round will be answered."""
         return self._servicer.in_progress()
+
+    def leave(self) -> None:
+        """Keep the session's cache only while nobody else needs the room."""
+        self._servicer.leave(self.session)
 
     def forget(self) -> None:
         """Free the session's cache."""

@@ -3,10 +3,10 @@
 from typing import Any, Generic, TypeVar
 
 from specdec.engine.feed import Feed
-from specdec.engine.pace import Pace, Piece
+from specdec.engine.pace import UNMEASURED_TOKENS, Pace, Piece
 from specdec.engine.task import Task
 
-DECODING_TOKENS = 64  # a round's draft is not longer; a prompt is, or its session has nothing cached yet
+DECODING_TOKENS = 64  # a round's draft is not longer, and a prompt that is not longer is read at once too
 
 TaskT = TypeVar("TaskT", bound=Task[Any])
 
@@ -37,7 +37,8 @@ class ReadingBudget:
     """What prompts may take of one forward: tokens, and by what they cost, seconds."""
 
     def __init__(self, pace: Pace, allowance_s: float | None, max_tokens: int, *, beside: bool) -> None:
-        self._pace, self._left_s, self._num_left, self._beside = pace, allowance_s, max_tokens, beside
+        self._pace, self._left_s, self._beside = pace, allowance_s, beside
+        self._num_left = max_tokens if allowance_s is not None else min(max_tokens, UNMEASURED_TOKENS)
         self._is_new = True
 
     def num_tokens_for(self, task: Task[Any], num_free: int) -> int:
@@ -47,8 +48,11 @@ class ReadingBudget:
         if nothing else is read in the forward.
         """
         num_left, together = len(task.tokens), task.num_together
-        num_within = self._pace.num_tokens_within(self._left_s, task.sequence.length, num_left, beside=self._beside)
-        num_tokens = min(num_free, self._num_left, num_within)
+        num_tokens = min(num_left, num_free, self._num_left)
+        if self._left_s is not None:
+            num_tokens = self._pace.num_tokens_within(
+                self._left_s, task.sequence.length, num_tokens, beside=self._beside
+            )
         if num_tokens == num_left:
             return num_left
         if num_left > together:

@@ -103,6 +103,10 @@ class EngineLoop(WorkerThread[TaskT]):
         """Free the sequence `key`, once the tasks on it that were run before have ended. Returns at once."""
         self._call(lambda: self._forget(key))
 
+    def leave(self, key: str) -> None:
+        """Let the sequence `key` be evicted for others before it is used again. Returns at once."""
+        self._call(lambda: self._schedule.leave(key))
+
     @property
     def load(self) -> Load:
         """How busy the engine is right now."""

@@ -192,10 +192,8 @@ class Pace:
         forward_s = self._least_s()
         return None if forward_s is None else forward_s + self.absence_s
 
-    def num_tokens_within(self, allowance_s: float | None, past: int, num_left: int, *, beside: bool) -> int:
+    def num_tokens_within(self, allowance_s: float, past: int, num_left: int, *, beside: bool) -> int:
         """Return how many of a prompt's `num_left` next tokens may be read, `beside` rounds or alone."""
-        if allowance_s is None:
-            return min(num_left, UNMEASURED_TOKENS)
         token_s = self._token_s(past, beside)
         if token_s * num_left <= allowance_s:
             return num_left

@@ -11,8 +11,8 @@ from specdec.engine.cache import KvCache
 from specdec.engine.errors import CacheFull
 from specdec.engine.sequence import Sequence
 
-AWAY_FACTOR = 8.0  # times the usual absence: who is away for longer makes room
-MIN_AWAY_S, MAX_AWAY_S = 0.25, 5.0
+AWAY_FACTOR = 4.0  # times the usual absence: who is away for longer makes room
+MIN_AWAY_S, MAX_AWAY_S = 0.25, 2.0
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Residency:
                 self._had_turn.add(key)
 
     def dismiss(self, key: str) -> None:
-        """Let a session be evicted."""
+        """Let a session be evicted once it has no round."""
         resident = self._residents.pop(key, None)
         if resident is not None:
             resident.sequence.is_resident = False

@@ -124,6 +124,11 @@ class Schedule(Generic[TaskT]):
         self._pace.forget(key)
         self._residency.forget(key)
 
+    def leave(self, key: str) -> None:
+        """Let a session make room for others: nobody asks for its next round now."""
+        self._pace.forget(key)
+        self._residency.dismiss(key)
+
     def hold_s(self) -> float:
         """Return how long the next forward should wait for what may arrive."""
         if self._is_stuck:
@@ -299,7 +304,7 @@ class Schedule(Generic[TaskT]):
             task.restart()
             task.prepare()
             place.begun_length = task.sequence.length
-            place.has_prompt = len(task.tokens) > DECODING_TOKENS or not task.sequence.length
+            place.has_prompt = len(task.tokens) > DECODING_TOKENS
             if not task.done:
                 self.check(task)
         except Exception as error:

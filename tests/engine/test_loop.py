@@ -176,9 +176,17 @@ async def test_tasks_arriving_together_share_a_forward() -> None:
     assert model.forwards == [{"plug": 1}] + 3 * [{"a": 1, "b": 1, "c": 1}]
 
 
+async def measured(model: ToyModel, loop: EngineLoop[Any]) -> None:
+    """Let the engine measure what rounds and prompts cost, then forget the forwards."""
+    await loop.run(Generation("round", [1], 3))
+    await loop.run(Generation("prompt", [1] * 100))
+    model.forwards.clear()
+
+
 async def test_long_prompts_never_delay_decoding() -> None:
     model, prompt = ToyModel(), [index % 90 for index in range(1000)]
     async with engine(model, max_batch_tokens=100, prefill_chunk_tokens=100, outside=TIMELESS) as loop:
+        await measured(model, loop)
         async with paused_forward(model, loop):
             futures = await submitted(loop, Generation("decoding", [5], 10), Generation("long", prompt))
             futures += await submitted(loop, Generation("longer", [3] * 1300))
@@ -195,12 +203,13 @@ async def test_long_prompts_never_delay_decoding() -> None:
 async def test_prompts_share_the_prefill_budget() -> None:
     model = ToyModel()
     async with engine(model, max_batch_tokens=200, prefill_chunk_tokens=100, outside=TIMELESS) as loop:
+        await measured(model, loop)
         async with paused_forward(model, loop):
             prompts = await submitted(loop, Generation("long", [2] * 200), Generation("longer", [3] * 300))
             decoding = await submitted(loop, Generation("short", [5] * 60, 3))
         await asyncio.gather(*prompts, *decoding)
-    read = [sum(forward.get(key, 0) for key in ("long", "longer")) for forward in model.forwards[1:7]]
-    assert read == [40, 100, 100, 100, 100, 60]
+    read = [sum(forward.get(key, 0) for key in ("long", "longer")) for forward in [*model.forwards[1:], {}][:6]]
+    assert read == [100] * 5 + [0]
     assert [forward.get("short") for forward in model.forwards[1:4]] == [60, 1, 1]
 
 
@@ -473,6 +482,14 @@ class TestResidency:
             await loop.run(Generation("away", [1] * 20))
             assert await loop.run(Generation("new", [2] * 20)) == generated([2] * 20, 1)
             assert model.cache.open("away").length == 0
+
+    async def test_sessions_that_were_left_make_room_at_once(self) -> None:
+        model = ToyModel(num_blocks=5)
+        frozen = Outside(lambda: 0.0)  # nobody is ever away for long
+        async with engine(model, outside=frozen) as loop:
+            await loop.run(Generation("left", [1] * 20))
+            loop.leave("left")
+            assert await loop.run(Generation("new", [2] * 20)) == generated([2] * 20, 1)
 
     async def test_sessions_with_text_come_before_new_ones(self) -> None:
         class WithText(Generation):

@@ -2,6 +2,8 @@
 
 import pytest
 
+from specdec.engine import ContiguousPool, KvCache, LayerShape, Task
+from specdec.engine.batch import ReadingBudget
 from specdec.engine.pace import MAX_READING_S, SHARE, UNMEASURED_TOKENS, Pace, Piece, ReadingCost
 
 FORWARD_S, ABSENCE_S, TOKEN_S = 0.010, 0.002, 0.001
@@ -69,8 +71,13 @@ class TestAllowance:
 
     def test_unmeasured_rounds_limit_tokens(self) -> None:
         pace = Pace()
-        allowance_s = pace.allowance_s(1, [0.0], 0.0)
-        assert pace.num_tokens_within(allowance_s, 0, 1000, beside=True) == UNMEASURED_TOKENS
+        assert pace.allowance_s(1, [0.0], 0.0) is None
+        budget = ReadingBudget(pace, None, 1000, beside=True)
+        task = Task[None]("a", 0, [1] * 500, 1)
+        task.sequence = KvCache(ContiguousPool([LayerShape(1, 1, 1)], num_bytes=1 << 16, block_tokens=8)).open("a")
+        assert budget.num_tokens_for(task, 1000) == UNMEASURED_TOKENS
+        budget.spend(UNMEASURED_TOKENS, 0)
+        assert budget.num_tokens_for(task, 1000) == 0
 
     def test_tokens_follow_costs(self) -> None:
         pace = measured()
