@@ -132,10 +132,10 @@ class RunningGeneration:
         self._readers.add(reader)
         try:
             while ending is None:
-                await self._wait_past(reader.offset)
+                await self._wait_past(offset)
                 end, ending = self._num_published, self._ending()
-                yield self.generation.chunk(reader.offset, end), ending
-                reader.offset = end
+                yield self.generation.chunk(offset, end), ending
+                offset = reader.offset = end
                 self._note_read()
         finally:
             self._readers.discard(reader)

@@ -177,7 +177,8 @@ class SessionScorer:
             raise UnavailableError(f"a target worker answered against the contract: {error}") from error
         metrics.observe_worker("score", reply.timing)
         self._loads.report(reply.load)
-        num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
+        load = reply.load
+        num_sessions = max(1, load.num_waiting + load.num_running - load.num_without_place)
         return Scored(scores, self._outside.now_s() - begin, self._stream.num_fed, num_sessions)
 
     async def close(self) -> None:
