@@ -180,7 +180,7 @@ def test_impossible_reports_are_ignored(prompt_s: float) -> None:
 
 
 async def test_refused_requests_write_nothing() -> None:
-    store = open_store("embedded", 1000.0)
+    store = open_store("memory", 1000.0)
     coordinator = ToyCoordinator(store)
     request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenSequence(ids=PROMPT))
     running = SessionName.of("", "running")
