@@ -74,12 +74,16 @@ async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionS
 async def _opened_workers(settings: CoordinatorSettings, tokenizer: str, stack: AsyncExitStack) -> Workers:
     files = settings.worker_tls
     tls = watched(files, log_reload) if files else None
-    channel = open_worker_channel(settings.target, "specdec.v1.TargetService", tls, settings.target_tls_name)
+    channel = open_worker_channel(
+        settings.target, "specdec.v1.TargetService", tls, settings.target_tls_name, settings.pings
+    )
     await stack.enter_async_context(channel)
     target = TargetWorkers(channel, settings.score_timeout_s, settings.target_patience_s)
     draft = None
     if settings.draft:
-        channel = open_worker_channel(settings.draft, "specdec.v1.DraftService", tls, settings.draft_tls_name)
+        channel = open_worker_channel(
+            settings.draft, "specdec.v1.DraftService", tls, settings.draft_tls_name, settings.pings
+        )
         await stack.enter_async_context(channel)
         draft = DraftWorkers(channel, settings.draft_timeout_s)
     return Workers(target, draft, WorkerCapabilities(target, draft, tokenizer))

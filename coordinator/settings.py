@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from specdec.channel import MAX_REQUEST_BYTES, is_loopback
+from specdec.channel import MAX_REQUEST_BYTES, Pings, is_loopback
 from specdec.serving.settings import ClientFacingSettings
 from specdec.tls import TlsFiles
 from specdec.types import MAX_DRAFT_TOKENS
@@ -38,6 +38,12 @@ class CoordinatorSettings(ClientFacingSettings):
     draft_timeout_s: float = Field(2.0, gt=0, description="a draft worker that takes longer is done without")
     score_timeout_s: float = Field(60.0, gt=0, description="a target worker that takes longer is tried again")
     target_patience_s: float = Field(30.0, ge=0, description="seconds a session waits for a target worker to be back")
+    ping_period_s: float = Field(
+        1.0, ge=0.5, description="seconds of silence after which a connection to a worker with running calls is tested"
+    )
+    ping_timeout_s: float = Field(
+        1.5, ge=0.1, description="seconds that a worker has to answer such a test; then its connection counts as lost"
+    )
     worker_tls_ca: Path | None = Field(
         None, description="PEM file of authorities; workers need a certificate of one of them. Unset: plain text"
     )
@@ -51,6 +57,11 @@ class CoordinatorSettings(ClientFacingSettings):
     draft_tls_name: str | None = Field(
         None, description="name in the draft workers' certificates; unset: the host of --draft"
     )
+
+    @property
+    def pings(self) -> Pings:
+        """How soon a worker is noticed that has stopped."""
+        return Pings(self.ping_period_s, self.ping_timeout_s)
 
     @property
     def worker_tls(self) -> TlsFiles | None:

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.serving.background import leave
 from specdec.serving.security.gate import Gate, gate_of
@@ -35,10 +35,9 @@ _SERVER_OPTIONS = (
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     # the limit above alone refuses by chance what is a little larger
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * MIN_PING_PERIOD_S)),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    *PATIENT_PINGS.options(),
     # clients look for new servers only when a connection ends; running streams get an hour
     ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_connection_age_grace_ms", 3_600_000),

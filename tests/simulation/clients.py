@@ -97,7 +97,7 @@ class Client:
         channel: Any = self.cluster.network.channel(self.wanted.address)
         return Connection(
             self.wanted.address,
-            open_channel=lambda: channel,
+            open_channel=lambda _: channel,
             closes_channel=False,
             metadata=(),
             policy=RetryPolicy(),
