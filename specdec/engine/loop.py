@@ -69,6 +69,7 @@ class EngineLoop(WorkerThread[TaskT]):
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens)
         self._forgotten: set[str] = set()
         self._num_arrived = 0
+        self._num_failed_batches = 0  # of those that the processor got, since the last one that it took
 
     # --- called from anywhere
 
@@ -95,6 +96,11 @@ class EngineLoop(WorkerThread[TaskT]):
     def forget(self, key: str) -> None:
         """Free the sequence `key`, once the tasks on it that were run before have ended. Returns at once."""
         self._call(lambda: self._forget(key))
+
+    @property
+    def num_failed_forwards(self) -> int:
+        """How many forwards, or how many runs of the processor, have failed since the last one that succeeded."""
+        return max(self._num_failed, self._num_failed_batches)
 
     @property
     def load(self) -> Load:
@@ -163,7 +169,9 @@ class EngineLoop(WorkerThread[TaskT]):
         try:
             with torch.inference_mode():
                 self._processor(due, logits)
+            self._num_failed_batches = 0
         except Exception as error:
+            self._num_failed_batches += 1
             self._fail([task for task in due if not task.done], "the processor", error)
         for task in due:
             self._check_processed(task)

@@ -31,10 +31,9 @@ from specdec.serving.telemetry import get_logger
 from specdec.serving.tokenizer import fingerprint, is_here, load_tokenizer, num_token_ids, tokenizer_folder
 from specdec.types import ModelInfo
 
-STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
-EXIT_AFTER_STALL_FACTOR = 5.0  # times as long: the process ends, and its supervisor starts another
+EXIT_AFTER_STALL_FACTOR = 2.0  # times as long as a stall: the process ends, and its supervisor starts another
 MAX_FAILED_FORWARDS = 8  # in a row: a device in such a state does not recover within the process
-WATCH_S = 1.0
+WATCH_S = 0.25
 
 
 async def load_model(
@@ -132,10 +131,11 @@ class Watched(Protocol):
 
 
 @asynccontextmanager
-async def running(
-    engine: Watched, server: Server, stalled_s: float = STALLED_S, watch_s: float = WATCH_S
-) -> AsyncIterator[None]:
-    """Run the engine; while it makes no progress the server is not ready."""
+async def running(engine: Watched, server: Server, stalled_s: float, watch_s: float = WATCH_S) -> AsyncIterator[None]:
+    """Run the engine. While a forward takes longer than `stalled_s` the server is not ready.
+
+    The server fails, and with it the process, if the engine has ended, hangs for longer still, or fails each time.
+    """
     engine.start()
     try:
         async with supervised(server, "engine watch", _watch(engine, server, stalled_s, watch_s)):
