@@ -44,12 +44,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time limit of one attempt: a busy server is slow to answer
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-
-# the option is also the time limit of one attempt to connect: a busy server needs more than 100 ms to answer
-CLIENT_OPTIONS = tuple((dict(CHANNEL_OPTIONS) | {"grpc.min_reconnect_backoff_ms": 5_000}).items())
 
 # names that gRPC resolves by itself; their forms are grpc's
 _RESOLVED = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
@@ -80,7 +77,7 @@ def open_channel(
     address: str, credentials: grpc.ChannelCredentials | None = None, pings: Pings = QUICK_PINGS
 ) -> grpc.aio.Channel:
     """Return a channel to one server: with TLS if credentials are given, else in plain text."""
-    options = (*CLIENT_OPTIONS, *pings.options())
+    options = (*CHANNEL_OPTIONS, *pings.options())
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)

@@ -34,7 +34,7 @@ async def silent_stream(channel: grpc.aio.Channel) -> AsyncIterator[Any]:
 async def test_a_stopped_server_is_noticed_in_seconds(kind: str) -> None:
     async with stoppable_server() as (process, port):
         address = f"127.0.0.1:{port}"
-        opened = open_channel(address) if kind == "client" else open_worker_channel(address, "")
+        opened = open_channel(address) if kind == "client" else open_worker_channel(address)
         async with opened as channel:
             stream: Any = await silent_stream(channel)
             process.send_signal(signal.SIGSTOP)

@@ -10,7 +10,7 @@ from tokenizers.models import WordLevel
 
 from coordinator import redis_client
 from coordinator.capabilities import WorkerCapabilities
-from coordinator.draft import DraftWorkers
+from coordinator.draft import DraftWorkers, draft_watch
 from coordinator.prompts import Prompts
 from coordinator.redis_client import RedisClient
 from coordinator.registry import RunningGenerations
@@ -20,7 +20,7 @@ from coordinator.servicer import GenerationServicer
 from coordinator.session_ids import SessionIds
 from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
-from coordinator.target import TargetWorkers
+from coordinator.target import TargetWorkers, target_watch
 from draft_service.model.drafter import ModelDrafter
 from draft_service.model.tasks import DraftProcessor
 from draft_service.servicer import DraftServicer
@@ -60,6 +60,7 @@ class Cluster:
     running: dict[str, RunningGenerations] = field(default_factory=dict)  # by coordinator
     models: dict[str, ToyLanguageModel] = field(default_factory=dict)  # by worker
     clock_offset_s: float = 0.0  # of the stores' wall clock
+    texts: list[ToyText] = field(default_factory=list)  # of the models that are served
     _builds: dict[str, Build] = field(default_factory=dict)
 
     @property
@@ -95,9 +96,13 @@ class Cluster:
         async def build(process: Process) -> None:
             network, outside = self.network, self.outside
             server = network.serve(address, process)
-            target = TargetWorkers(network.channel("target"), SCORE_TIMEOUT_S, TARGET_PATIENCE_S, outside)
-            draft = DraftWorkers(network.channel("draft"), DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
-            workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER, outside))
+            targets = target_watch(network.resolver("target"), network.channel, outside)
+            drafts = draft_watch(network.resolver("draft"), network.channel, outside)
+            target = TargetWorkers(targets.pool, SCORE_TIMEOUT_S, TARGET_PATIENCE_S, outside)
+            draft = DraftWorkers(drafts.pool, DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
+            workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER))
+            process.spawn(targets.run(), name="target pool")
+            process.spawn(drafts.run(), name="draft pool")
             running = self.running[process.name] = RunningGenerations(8)
             redis = RedisClient(store.client(outside), read_script=redis_client.read_script)
             sessions = SessionStore(redis, SESSION_TTL_S)
@@ -114,6 +119,7 @@ class Cluster:
 
     def target(self, text: ToyText = TARGET, fingerprint: str = "target model") -> Build:
         """Return how to start a target worker."""
+        self.texts += [text] if text not in self.texts else []
 
         async def build(process: Process) -> None:
             server = self.network.serve("target", process)
