@@ -38,6 +38,9 @@ A task's `hidden_states` are set by then. It runs on the engine thread and ends 
 `Task.proceed`. If it raises, all of them fail."""
 
 
+CHECK_KEY = " check"  # of a sequence; no session's id begins with a space
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy the engine is."""
@@ -96,6 +99,13 @@ class EngineLoop(WorkerThread[TaskT]):
     def forget(self, key: str) -> None:
         """Free the sequence `key`, once the tasks on it that were run before have ended. Returns at once."""
         self._call(lambda: self._forget(key))
+
+    async def check(self) -> None:
+        """Run a forward of one token, which counts as any other. Raises EngineError if it fails."""
+        try:
+            await self.run(_Check(CHECK_KEY, 0, [0], 0))  # type: ignore[arg-type]  # no processor gets it
+        finally:
+            self.forget(CHECK_KEY)
 
     @property
     def num_failed_forwards(self) -> int:
@@ -161,7 +171,7 @@ class EngineLoop(WorkerThread[TaskT]):
         for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s
             task.note_fed(feed, hidden_states)
-        due = [task for task, _ in batch if not task.tokens]
+        due = [task for task, _ in batch if not task.tokens and not _is_check(task)]
         if due:
             self._process(due, output.logits)
 
@@ -203,6 +213,17 @@ class EngineLoop(WorkerThread[TaskT]):
         for task in self._schedule.tasks:
             task.fail(EngineError("the engine stopped before the task was done"))
         self._deliver_ends()
+
+
+class _Check(Task[None]):
+    """Ends as soon as its forward has succeeded."""
+
+
+def _is_check(task: Task[Any]) -> bool:
+    """End a check; return whether it is one."""
+    if isinstance(task, _Check):
+        task.finish(None)
+    return isinstance(task, _Check)
 
 
 def _synchronize(output: ForwardOutput) -> None:

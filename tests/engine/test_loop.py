@@ -334,6 +334,19 @@ async def test_failing_processor_counts_as_failing_forwards() -> None:
             assert loop.num_failed_forwards == number
 
 
+async def test_check_is_a_forward_of_its_own() -> None:
+    """The processor does not see it, and nothing of it stays."""
+    model = ToyModel()
+    async with engine(model) as loop:
+        with pytest.raises(EngineError, match="poisoned"):
+            await loop.run(Generation("bad", [POISON]))
+        assert loop.num_failed_forwards == 1
+        await asyncio.gather(loop.check(), loop.run(Generation("good", [1])))
+        assert loop.num_failed_forwards == 0
+        await loop.run(Generation("later", [1]))
+        assert {sequence.key for sequence in model.cache.sequences} == {"good", "later"}
+
+
 async def test_invalid_task_fails_alone() -> None:
     model = ToyModel()
     async with engine(model) as loop:
