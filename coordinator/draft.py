@@ -27,6 +27,7 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
 MIN_ROUND_S = 0.5  # the least that a proposal is waited for
 ROUND_FACTOR = 4.0
+CHECK_S = 0.5  # after so long a round asks whether its worker has stopped
 MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 MAX_PENDING_BYTES = 8 << 20  # of these: half of the largest message
 REFUSED_FAILURES = 8  # failures to count after a refusal: a repeated request will be refused again, so wait longest
@@ -72,7 +73,7 @@ class DraftWorkers:
     def __init__(self, pool: WorkerPool[Offer], timeout_s: float, outside: Outside = REAL) -> None:
         self.pool = pool
         times = RoundTimes(min(MIN_ROUND_S, timeout_s), timeout_s, ROUND_FACTOR)
-        self._group = WorkerGroup("draft", pool, times, outside=outside)
+        self._group = WorkerGroup("draft", pool, times, CHECK_S, outside)
         self._outside = outside
 
     def open(
@@ -87,7 +88,7 @@ class DraftWorkers:
         stream: DraftStream = WorkerStream(
             self._group,
             lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose(),
-            session.session_id,
+            session,
             opening,
             closing,
             fits=lambda offer: drafter in ("", *offer),

@@ -7,6 +7,7 @@ worker the pool picks, and sends everything.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import grpc
 
 from coordinator import metrics
+from coordinator.pool.breaker import WorkerState
 from coordinator.pool.pool import Fits, WorkerPool
 from coordinator.pool.worker import DescriptionT, Worker
 from coordinator.round_times import RoundTimes
@@ -85,17 +87,18 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         self,
         group: WorkerGroup[DescriptionT],
         begin: Callable[[Any], Any],
-        session_id: str,
+        session: SessionOpening,
         opening: Any,
         closing: Any,
         fits: Fits[DescriptionT] = lambda description: True,
     ) -> None:
         self._group, self._begin, self._fits = group, begin, fits
-        self._session_id, self._opening, self._closing = session_id, opening, closing
+        self._session, self._opening, self._closing = session, opening, closing
         self._stream: Any = None
         self._worker: Worker[DescriptionT] | None = None  # the stream's
         self._avoided: set[str] = set()  # addresses
-        self._lost: Worker[DescriptionT] | None = None  # the worker of the last stream that broke, since a round
+        self._losses: Counter[str] = Counter()  # streams that broke since the last round that succeeded, by address
+        self._lost: Worker[DescriptionT] | None = None  # the worker of the last one
         self._has_opened = False  # at any worker, since the last close
         self._held = 0  # of the committed tokens, how many this stream's worker has
         self.num_fed = 0  # committed tokens that the worker was sent with the last question
@@ -103,7 +106,9 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
     @property
     def has_worker(self) -> bool:
         """Whether a worker can be asked now: that of the open stream, or one for another stream."""
-        return self._stream is not None or self._group.pool.is_available
+        if self._worker is not None:
+            return self._worker.state is not WorkerState.OUT
+        return self._group.pool.is_available
 
     @property
     def has_other_worker(self) -> bool:
@@ -115,6 +120,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
 
         Raises the worker's SpecdecError; UnavailableError if it did not answer in time, or if there is none.
         """
+        self._leave_silent()
         begin_s, self.num_fed = self._group.outside.now_s(), len(committed) - self._held
         limit_s = self._group.times.limit_s(self.num_fed)
         try:
@@ -122,7 +128,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
                 with self._checked(timer):
                     reply = await self._ask(committed, message)
         except TimeoutError:
-            raise self._late(self._group.outside.now_s() - begin_s) from None
+            raise self._late(self._group.outside.now_s() - begin_s, limit_s) from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             ending = await self._ending()
             self._leave(ending)
@@ -155,19 +161,24 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
                 check.cancel()
 
     async def _check(self, timer: asyncio.Timeout) -> None:
-        while self._worker is None or await self._worker.probe():  # noqa: ASYNC110  # a worker sends no events
+        while not await self._has_stopped():  # noqa: ASYNC110  # a worker sends no events
             await asyncio.sleep(self._group.check_s)
-        timer.reschedule(asyncio.get_running_loop().time())
+        if not timer.expired():
+            timer.reschedule(asyncio.get_running_loop().time())
+
+    async def _has_stopped(self) -> bool:
+        return self._worker is not None and not await self._worker.probe() and self._worker.is_silent
 
     def _succeeded(self, elapsed_s: float) -> None:
         self._group.times.observe(elapsed_s, self.num_fed)
         if self._worker:
             self._worker.round_succeeded()
         self._avoided.clear()
-        self._lost = None
+        self._losses.clear()
 
-    def _late(self, waited_s: float) -> UnavailableError:
-        self._group.times.observe(waited_s, self.num_fed)
+    def _late(self, waited_s: float, limit_s: float) -> UnavailableError:
+        if waited_s >= limit_s:  # else the worker has stopped, which says nothing of those that run
+            self._group.times.observe(waited_s, self.num_fed)
         metrics.NUM_TIMED_OUT.labels(self._group.kind).inc()
         failure = UnavailableError(f"a worker did not answer within {waited_s:.3g} s")
         self.distrust(failure)
@@ -181,20 +192,24 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
             await self._stream.write(message(start, committed[start:]))
-            reply = await self._stream.read()
-            if reply is grpc.aio.EOF:
-                raise asyncio.InvalidStateError("the worker ended the stream")
-            if reply is None:
-                raise UnavailableError("a worker's answer is not a valid message")
+            reply = await self._answer()
             if reply.cached_len >= start:
                 self._held = min(reply.cached_len, len(committed))
-                return reply  # type: ignore[no-any-return]
+                return reply
             self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
             num_misses += 1
 
+    async def _answer(self) -> ReplyT:
+        reply = await self._stream.read()
+        if reply is grpc.aio.EOF:
+            raise asyncio.InvalidStateError("the worker ended the stream")
+        if reply is None:
+            raise UnavailableError("a worker's answer is not a valid message")
+        return reply  # type: ignore[no-any-return]
+
     async def _open(self) -> None:
         if self._stream is None:
-            worker = self._group.pool.pick(self._session_id, self._avoided, self._fits)
+            worker = self._group.pool.pick(self._session.session_id, self._avoided, self._fits)
             if worker is None:
                 raise UnavailableError(f"no {self._group.kind} worker is in service")
             self._worker, self._stream = worker, self._begin(worker.channel)
@@ -220,13 +235,19 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         if isinstance(ending, InternalError):
             self.distrust(ending)
         elif isinstance(ending, UnavailableError) and self._worker:
-            lost, self._lost = self._lost, self._worker
+            self._lost = self._worker
             self._worker.lost(ending)
-            if lost is self._lost:  # it answers probes and loses streams
-                self._avoided.add(lost.address)
+            self._losses[self._worker.address] += 1
+            if self._losses[self._worker.address] > 1:  # it answers probes and loses streams
+                self._avoided.add(self._worker.address)
         elif isinstance(ending, CANNOT_SERVE) and self._worker:
             self._avoided.add(self._worker.address)
         self.abandon()
+
+    def _leave_silent(self) -> None:
+        """Leave a worker that another session found to have stopped, if there is another one."""
+        if self._worker and self._worker.is_silent and self._group.pool.has_other({self._worker.address}):
+            self.abandon()
 
     async def find_lost(self) -> None:
         """Wait a moment for the worker that was lost: it has the session's cache, and may just have been cut off."""

@@ -87,7 +87,7 @@ class TargetWorkers:
         stream: TargetStream = WorkerStream(
             self._group,
             lambda channel: target_pb2_grpc.TargetServiceStub(channel).Score(),
-            session.session_id,
+            session,
             opening,
             closing,
             fits=lambda model: session.model_fingerprint in ("", model.fingerprint),

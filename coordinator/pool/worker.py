@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from coordinator.pool.breaker import Breaker, WorkerState
-from specdec.errors import SpecdecError, UnavailableError
+from specdec.errors import DeadlineExceededError, SpecdecError, UnavailableError
 from specdec.outside import REAL, Outside
 from specdec.serving.telemetry import get_logger
 
@@ -55,6 +55,11 @@ class Worker(Generic[DescriptionT]):
     def is_due(self) -> bool:
         """Whether it is on trial and may be given a session now."""
         return self.is_listed and self._breaker.is_due(self._outside.now_s())
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it did not answer the last probe at all, as against saying that it cannot serve."""
+        return self.state is WorkerState.OUT and isinstance(self.failure, DeadlineExceededError)
 
     async def probe(self) -> bool:
         """Ask the worker to describe itself; return whether it did. Those who ask at once share one question."""

@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 from coordinator import redis_client
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.draft import DraftWorkers, draft_watch
+from coordinator.pool.pool import WorkerPool
 from coordinator.prompts import Prompts
 from coordinator.redis_client import RedisClient
 from coordinator.registry import RunningGenerations
@@ -58,6 +59,7 @@ class Cluster:
     has_drafts: bool = True
     processes: dict[str, Process] = field(default_factory=dict)
     running: dict[str, RunningGenerations] = field(default_factory=dict)  # by coordinator
+    pools: dict[str, list[WorkerPool[Any]]] = field(default_factory=dict)  # by coordinator
     models: dict[str, ToyLanguageModel] = field(default_factory=dict)  # by worker
     clock_offset_s: float = 0.0  # of the stores' wall clock
     texts: list[ToyText] = field(default_factory=list)  # of the models that are served
@@ -101,6 +103,7 @@ class Cluster:
             target = TargetWorkers(targets.pool, SCORE_TIMEOUT_S, TARGET_PATIENCE_S, outside)
             draft = DraftWorkers(drafts.pool, DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
             workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER))
+            self.pools[process.name] = [targets.pool, drafts.pool]
             process.spawn(targets.run(), name="target pool")
             process.spawn(drafts.run(), name="draft pool")
             running = self.running[process.name] = RunningGenerations(8)

@@ -216,4 +216,25 @@ MISTAKES = [
         "return self.generation.done",
         4,
     ),
+    Mistake(
+        "a worker that did not answer is not probed again",
+        "coordinator.pool.watching:PoolWatch._watch",
+        "num_failures = 0 if await worker.probe() else",
+        "num_failures = 0 if not num_failures and await worker.probe() else",
+        22,
+    ),
+    Mistake(
+        "a stream that ends still counts at its worker",
+        "coordinator.streams:WorkerStream.abandon",
+        "self._worker.num_streams -= 1",
+        "pass",
+        0,
+    ),
+    Mistake(
+        "a new stream takes its worker to hold what the last one held",
+        "coordinator.streams:WorkerStream.abandon",
+        "self._stream, self._worker, self._held = None, None, 0",
+        "self._stream, self._worker = None, None",
+        14,
+    ),
 ]

@@ -149,6 +149,9 @@ class World:
         cluster = self._cluster
         left = [f"{name} runs {len(running)} sessions" for name, running in cluster.running.items() if len(running)]
         left += [f"there is a call: {call}" for call in cluster.network.calls()]
+        for name, pools in cluster.pools.items():
+            counts = {worker.address: worker.num_streams for pool in pools for worker in pool.workers.values()}
+            left += [f"{name} counts {count} streams at {address}" for address, count in counts.items() if count]
         for name, process in cluster.processes.items():
             own = (task.get_coro() for task in process.tasks if task.get_name() not in FOREVER)
             left += [f"{name} has a task: {getattr(work, '__qualname__', work)}" for work in own]
