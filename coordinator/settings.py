@@ -35,9 +35,17 @@ class CoordinatorSettings(ClientFacingSettings):
     max_draft_tokens: int = Field(
         MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS, description="maximum draft tokens a round, automatic or asked for"
     )
-    draft_timeout_s: float = Field(2.0, gt=0, description="a draft worker that takes longer is done without")
-    score_timeout_s: float = Field(60.0, gt=0, description="a target worker that takes longer is tried again")
-    target_patience_s: float = Field(30.0, ge=0, description="seconds a session waits for a target worker to be back")
+    draft_timeout_s: float = Field(
+        2.0, gt=0, description="maximum seconds that a proposal is waited for; less where the last ones were quick"
+    )
+    score_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="maximum seconds that scores are waited for, before another worker is asked; more for prompts",
+    )
+    target_patience_s: float = Field(
+        30.0, ge=0, description="seconds that a session waits while no target worker is in service"
+    )
     ping_period_s: float = Field(
         1.0, ge=0.5, description="seconds of silence after which a connection to a worker with running calls is tested"
     )

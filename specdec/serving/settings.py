@@ -139,7 +139,7 @@ class ModelSettings(ServiceSettings):
         512, ge=1, description="maximum number of tokens of one session's prompt in a forward"
     )
     stalled_s: float = Field(
-        60.0, gt=0, description="seconds after which a forward counts as stuck: not ready; after twice as long: ends"
+        60.0, gt=0, description="seconds after which a forward counts as stuck; after twice as long the worker ends"
     )
 
 
