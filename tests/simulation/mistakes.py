@@ -111,7 +111,7 @@ MISTAKES = [
     ),
     Mistake(
         "an answer that cannot be parsed is used",
-        "coordinator.streams:WorkerStream._ask",
+        "coordinator.streams:WorkerStream._answer",
         "if reply is None:",
         "if False:",
         86,
