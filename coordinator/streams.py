@@ -35,6 +35,7 @@ from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 2.0
 FIND_S = 0.25  # for a worker that lost its connection to answer on another one
+CHECK_TIMEOUT_S = 1.0  # for a worker that is late to answer a probe
 STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
 # this session, while it may serve others
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
@@ -144,7 +145,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
 
     @contextmanager
     def _checked(self, timer: asyncio.Timeout) -> Iterator[None]:
-        """Let the time be up as soon as the worker does not answer probes any more."""
+        """Let the time be up as soon as the worker does not answer probes any more, if another one can be asked."""
         checks: list[asyncio.Future[None]] = []  # at most one
 
         def begin() -> None:
@@ -167,7 +168,14 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             timer.reschedule(asyncio.get_running_loop().time())
 
     async def _has_stopped(self) -> bool:
-        return self._worker is not None and not await self._worker.probe() and self._worker.is_silent
+        """Return whether the worker is silent, and there is another one: work is only given up where it is of use."""
+        if self._worker is None or not self._group.pool.has_other({self._worker.address}):
+            return False
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return not await self._worker.probe() and self._worker.is_silent
+        except TimeoutError:
+            return True
 
     def _succeeded(self, elapsed_s: float) -> None:
         self._group.times.observe(elapsed_s, self.num_fed)

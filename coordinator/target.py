@@ -36,7 +36,7 @@ RETRY = RetryPolicy(first_s=0.1, maximum_s=1.0)  # where no target worker is in 
 REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where another one can be asked
 MIN_ROUND_S = 10.0  # a worker that answers probes is waited for so long at least: it may be busy with others' prompts
 ROUND_FACTOR = 10.0
-CHECK_S = 1.0  # after so long a round asks whether its worker has stopped
+CHECK_S = 0.5  # after so long a round asks whether its worker has stopped
 # of one round, fewer than end a worker (specdec/serving/model_worker.py): what one session asks must not end workers
 MAX_INTERNAL_ERRORS = 7
 TargetStream: TypeAlias = "WorkerStream[target_pb2.ScoreResponse, ModelInfo]"
