@@ -48,4 +48,4 @@ def _address(family: int, host: object, port: object) -> str:
 def host_of(name: str) -> str | None:
     """Return the host that certificates of workers at this name should be for; None where the name has none."""
     named = _NAMED.fullmatch(name)
-    return named["host"].strip("[]") if named else None
+    return named["host"].strip("[]").rstrip(".") if named else None

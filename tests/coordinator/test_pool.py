@@ -295,6 +295,9 @@ async def test_a_name_that_does_not_exist_is_an_error() -> None:
 
 def test_certificates_are_for_the_host_of_the_name() -> None:
     assert host_of("dns:///target.specdec.svc:50053") == "target.specdec.svc"
+    assert host_of("dns:///target.specdec.svc.:50053") == "target.specdec.svc", (
+        "a dot ends the name, not the certificate's"
+    )
     assert host_of("[::1]:5") == "::1"
     assert host_of("ipv4:10.0.0.1:5") is None
     assert host_of("unix:/run/target") is None
