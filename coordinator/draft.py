@@ -25,7 +25,7 @@ from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
-MIN_ROUND_S = 0.5  # the least that a proposal is waited for
+MIN_ROUND_S = 2.0  # the least that a proposal is waited for: a busy machine may pause for a second
 ROUND_FACTOR = 4.0
 CHECK_S = 0.5  # after so long a round asks whether its worker has stopped
 MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
