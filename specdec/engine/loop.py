@@ -38,6 +38,9 @@ A task's `hidden_states` are set by then. It runs on the engine thread and ends 
 `Task.proceed`. If it raises, all of them fail."""
 
 
+CHECK_KEY = " check"  # of a sequence; no session's id begins with a space
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy the engine is."""
@@ -76,6 +79,7 @@ class EngineLoop(WorkerThread[TaskT]):
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens, turn_s, outside)
         self._forgotten: set[str] = set()
         self._num_arrived = 0
+        self._num_failed_batches = 0  # of those that the processor got, since the last one that it took
 
     # --- called from anywhere
 
@@ -106,6 +110,18 @@ class EngineLoop(WorkerThread[TaskT]):
     def leave(self, key: str) -> None:
         """Let the sequence `key` be evicted for others before it is used again. Returns at once."""
         self._call(lambda: self._schedule.leave(key))
+
+    async def check(self) -> None:
+        """Run a forward of one token, which counts as any other. Raises EngineError if it fails."""
+        try:
+            await self.run(_Check(CHECK_KEY, 0, [0], 0))  # type: ignore[arg-type]  # no processor gets it
+        finally:
+            self.forget(CHECK_KEY)
+
+    @property
+    def num_failed_forwards(self) -> int:
+        """How many forwards, or how many runs of the processor, have failed since the last one that succeeded."""
+        return max(self._num_failed, self._num_failed_batches)
 
     @property
     def load(self) -> Load:
@@ -178,7 +194,7 @@ class EngineLoop(WorkerThread[TaskT]):
         for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s
             task.note_fed(feed, hidden_states)
-        due = [task for task, _ in batch if not task.tokens]
+        due = [task for task, _ in batch if not task.tokens and not _is_check(task)]
         if due:
             self._process(due, output.logits)
 
@@ -186,7 +202,9 @@ class EngineLoop(WorkerThread[TaskT]):
         try:
             with torch.inference_mode():
                 self._processor(due, logits)
+            self._num_failed_batches = 0
         except Exception as error:
+            self._num_failed_batches += 1
             self._fail([task for task in due if not task.done], "the processor", error)
         for task in due:
             self._check_processed(task)
@@ -218,6 +236,17 @@ class EngineLoop(WorkerThread[TaskT]):
         for task in self._schedule.tasks:
             task.fail(EngineError("the engine stopped before the task was done"))
         self._deliver_ends()
+
+
+class _Check(Task[None]):
+    """Ends as soon as its forward has succeeded."""
+
+
+def _is_check(task: Task[Any]) -> bool:
+    """End a check; return whether it is one."""
+    if isinstance(task, _Check):
+        task.finish(None)
+    return isinstance(task, _Check)
 
 
 def _synchronize(output: ForwardOutput) -> None:

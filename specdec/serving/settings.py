@@ -141,6 +141,9 @@ class ModelSettings(ServiceSettings):
     cache_turn_s: float = Field(
         30.0, gt=0, description="seconds that a session keeps its place in a full KV cache while others wait for one"
     )
+    stalled_s: float = Field(
+        60.0, gt=0, description="seconds after which a forward counts as stuck; after twice as long the worker ends"
+    )
 
 
 SettingsT = TypeVar("SettingsT", bound=ServiceSettings)

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator.pool.resolving import resolver
+from coordinator.pool.watching import watching
 from coordinator.streams import SessionOpening
-from coordinator.target import TargetWorkers
+from coordinator.target import TargetWorkers, target_watch
 from specdec import AsyncClient, SamplingParams, SessionStatus, SpeculationParams
-from specdec.channel import open_channel
 from specdec.engine import LanguageModel
 from specdec.exact.values import Proposal
 from specdec.serving import session_stream
+from specdec.serving.channels import open_worker_channel
 from specdec.types import FinishReason
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer, serving_coordinator, serving_target
@@ -101,8 +103,8 @@ async def test_a_worker_says_that_a_round_is_in_progress(
 ) -> None:
     monkeypatch.setattr(session_stream, "IN_PROGRESS_S", 0.01)
     forwards = SlowForwards(monkeypatch)
-    async with open_channel(target[0]) as channel:
-        workers = TargetWorkers(channel, timeout_s=20, patience_s=0)
+    async with watching(target_watch(resolver(target[0]), open_worker_channel)) as pool:
+        workers = TargetWorkers(pool, timeout_s=20, patience_s=0)
         scorer = workers.open(SessionOpening("slow", 1, SamplingParams(seed=1), len(PROMPT)), VOCAB_SIZE)
         scoring = asyncio.ensure_future(scorer.score(PROMPT, Proposal()))
         await until(lambda: workers.loads.load.prompt_s > 0 or workers.loads.load.num_resident)

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.messages import model_to_proto
+from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, types_pb2
 from tests.support.architectures import VOCAB_SIZE, build
@@ -168,6 +169,12 @@ async def served(
     folder = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
     async with cluster(Path(folder), draft=nonsense_worker[1]) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session asks the worker, however it answered the ones before."""
+    monkeypatch.setattr("coordinator.pool.breaker.TRIALS", RetryPolicy(first_s=0.0))
 
 
 @pytest.fixture(scope="module")

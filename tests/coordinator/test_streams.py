@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator.pool.resolving import resolver
+from coordinator.pool.watching import watching
 from coordinator.streams import SessionOpening
-from coordinator.target import TargetWorkers
-from specdec.channel import open_channel
+from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
 from specdec.exact.values import Proposal
 from specdec.retry import RetryPolicy
-from specdec.serving.channels import SESSION_METADATA_KEY
+from specdec.serving.channels import open_worker_channel
 from specdec.serving.model_worker import MAX_FAILED_FORWARDS
 from specdec.serving.server import Server, serving
 from specdec.types import SamplingParams
@@ -35,9 +37,8 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
         self._scripts = list(scripts)
         self.requests: list[tuple[int, list[int]]] = []  # start and tokens of each request
         self.num_streams = 0
-        self.routes: list[str] = []  # of each stream
 
-    def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
+    async def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
         """Answer with an empty description."""
         return target_pb2.GetTargetResponse()
 
@@ -46,7 +47,6 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         """Run the next script."""
         self.num_streams += 1
-        self.routes.append(dict(context.invocation_metadata())[SESSION_METADATA_KEY])
         if self._scripts:
             await self._scripts.pop(0)(requests, context)
             return
@@ -64,8 +64,18 @@ def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> tar
 
 
 @asynccontextmanager
-async def served(servicer: Scripted, patience_s: float = 10, timeout_s: float = 10) -> AsyncIterator[TargetWorkers]:
-    """Serve it; give the coordinator's client of it."""
+async def served(*servicers: Scripted, patience_s: float = 10, timeout_s: float = 10) -> AsyncIterator[TargetWorkers]:
+    """Serve each as a worker; give the coordinator's client of them."""
+    async with AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(serving_one(servicer)) for servicer in servicers]
+        name = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+        pool = await stack.enter_async_context(watching(target_watch(resolver(name), open_worker_channel)))
+        yield TargetWorkers(pool, timeout_s, patience_s)
+
+
+@asynccontextmanager
+async def serving_one(servicer: Scripted) -> AsyncIterator[int]:
+    """Serve it; give its port."""
 
     @asynccontextmanager
     async def build(server: Server) -> AsyncIterator[None]:
@@ -73,12 +83,8 @@ async def served(servicer: Scripted, patience_s: float = 10, timeout_s: float = 
         yield
 
     settings = TargetSettings(model="none", port=0, drain_s=0)
-    async with (
-        serving(settings, "specdec.v1.TargetService", build) as server,
-        open_channel(f"127.0.0.1:{server.port}") as channel,
-    ):
-        await channel.channel_ready()
-        yield TargetWorkers(channel, timeout_s=timeout_s, patience_s=patience_s)
+    async with serving(settings, "specdec.v1.TargetService", build) as server:
+        yield server.port
 
 
 async def refuse_as_fenced(requests: Any, context: Any) -> None:
@@ -192,8 +198,8 @@ async def test_rounds_send_only_newly_committed_tokens() -> None:
 
 
 async def test_scoring_fails_when_patience_ends() -> None:
-    async with open_channel("127.0.0.1:1") as channel:
-        scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
+    async with served(patience_s=0) as workers:
+        scorer = workers.open(SESSION, 10)
         with pytest.raises(UnavailableError, match="no target worker has served this round for 0 s; the session"):
             await scorer.score([1, 2], Proposal())
 
@@ -213,12 +219,14 @@ async def refuse_as_too_long(requests: Any, context: Any) -> None:
 
 
 async def test_rounds_that_fail_inside_a_worker_go_to_another() -> None:
-    servicer = Scripted(*[fail_inside] * 3)
-    async with served(servicer) as workers:
-        scorer = workers.open(SESSION, 10)
-        await scorer.score([1, 2], Proposal())
-        await scorer.score([1, 2, 7], Proposal())
-    assert servicer.routes == ["session", "session", "session#1", "session#2"]
+    sick, well = Scripted(*[fail_inside] * 100), Scripted()
+    async with served(sick, well) as workers:
+        for number in range(10):
+            scorer = workers.open(replace(SESSION, session_id=f"session {number}"), 10)
+            await scorer.score([1, 2], Proposal())
+            await scorer.score([1, 2, 7], Proposal())
+    assert sick.num_streams <= 1, "the others do not try it in turn"
+    assert well.num_streams == 10
 
 
 async def test_a_round_that_always_fails_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,11 +240,12 @@ async def test_a_round_that_always_fails_ends_with_its_error(monkeypatch: pytest
 
 
 async def test_texts_too_long_for_one_worker_go_to_another() -> None:
-    servicer, noticed = Scripted(refuse_as_too_long), asyncio.Event()
-    async with served(servicer) as workers:
-        scorer = workers.open(SESSION, 10, on_mismatch=noticed.set)
-        await scorer.score([1, 2], Proposal())
-    assert servicer.routes == ["session", "session#1"]
+    short, long, noticed = Scripted(*[refuse_as_too_long] * 100), Scripted(), asyncio.Event()
+    async with served(short, long) as workers:
+        for number in range(8):
+            scorer = workers.open(replace(SESSION, session_id=f"{number}"), 10, on_mismatch=noticed.set)
+            await scorer.score([1, 2], Proposal())
+    assert 1 <= short.num_streams < 8
     assert noticed.is_set(), "the coordinator asks which models are served"
 
 

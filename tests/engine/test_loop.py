@@ -334,6 +334,32 @@ async def test_failing_processor_fails_only_due_tasks() -> None:
         assert model.cache.open("bad").length == 0
 
 
+async def test_failing_processor_counts_as_failing_forwards() -> None:
+    """Prefill forwards in between, which the processor has no part in, do not hide that it always fails."""
+
+    def fail(tasks: list[Generation], logits: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    async with engine(ToyModel(), fail) as loop:
+        for number in range(1, 4):
+            with pytest.raises(EngineError):
+                await loop.run(Generation(f"{number}", [2] * 500))
+            assert loop.num_failed_forwards == number
+
+
+async def test_check_is_a_forward_of_its_own() -> None:
+    """The processor does not see it, and nothing of it stays."""
+    model = ToyModel()
+    async with engine(model) as loop:
+        with pytest.raises(EngineError, match="poisoned"):
+            await loop.run(Generation("bad", [POISON]))
+        assert loop.num_failed_forwards == 1
+        await asyncio.gather(loop.check(), loop.run(Generation("good", [1])))
+        assert loop.num_failed_forwards == 0
+        await loop.run(Generation("later", [1]))
+        assert {sequence.key for sequence in model.cache.sequences} == {"good", "later"}
+
+
 async def test_invalid_task_fails_alone() -> None:
     model = ToyModel()
     async with engine(model) as loop:

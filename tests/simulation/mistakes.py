@@ -82,7 +82,7 @@ MISTAKES = [
         "session = await self._store.read(running.session_id)\n"
         "    from specdec.errors import DataLossError\n"
         "    raise DataLossError('past what this coordinator holds')\n",
-        130,
+        80,
         hole="H2",
     ),
     Mistake(
@@ -90,7 +90,7 @@ MISTAKES = [
         "specdec.serving.session_stream:EpochFence.check",
         "if claim.epoch < epoch:",
         "if False:",
-        132,
+        15,
     ),
     Mistake(
         "older streams of the same epoch go on at a worker",
@@ -106,13 +106,13 @@ MISTAKES = [
         "target_service.servicer:TargetServicer._check_model",
         'if fingerprint not in ("", self._model.fingerprint):',
         "if False:",
-        2,
+        40,
         TWO_MODELS,
         hole="H5",
     ),
     Mistake(
         "an answer that cannot be parsed is used",
-        "coordinator.streams:WorkerStream._ask",
+        "coordinator.streams:WorkerStream._answer",
         "if reply is None:",
         "if False:",
         86,
@@ -123,7 +123,7 @@ MISTAKES = [
         "commit.lua",
         "if meta[1] ~= ARGV[1] then",
         "if false then",
-        7,
+        35,
     ),
     Mistake(
         "a commit does not recognise its replay",
@@ -138,7 +138,7 @@ MISTAKES = [
         "if meta[4] ~= 'active' or meta[2] ~= ARGV[2] or meta[3] ~= ARGV[3] or\n"
         "    redis.call('STRLEN', KEYS[2]) ~= 4 * tonumber(meta[2]) then",
         "if false then",
-        9,
+        6,
     ),
     Mistake(
         "a takeover keeps the epoch",
@@ -182,7 +182,7 @@ MISTAKES = [
         "coordinator.running:run_rounds",
         "            await asyncio.shield(committing)\n            committing",
         "            committing",
-        3,
+        5,
     ),
     Mistake(
         "cached tokens are kept without comparing them",
@@ -203,7 +203,7 @@ MISTAKES = [
         "specdec.engine.sequence:Sequence.resume",
         "if start > (self.num_linear if on_draft else verified):",
         "if False:",
-        15,
+        60,
     ),
     Mistake(
         "a finished session is not closed at its workers",
@@ -231,6 +231,27 @@ MISTAKES = [
         "coordinator.running:RunningGeneration._is_complete",
         "return self.generation.done and self._num_published == len(self.generation.emitted)",
         "return self.generation.done",
-        4,
+        6,
+    ),
+    Mistake(
+        "a worker that did not answer is not probed again",
+        "coordinator.pool.watching:PoolWatch._watch",
+        "num_failures = 0 if await worker.probe() else",
+        "num_failures = 0 if not num_failures and await worker.probe() else",
+        23,
+    ),
+    Mistake(
+        "a stream that ends still counts at its worker",
+        "coordinator.streams:WorkerStream.abandon",
+        "self._worker.num_streams -= 1",
+        "pass",
+        1,
+    ),
+    Mistake(
+        "a new stream takes its worker to hold what the last one held",
+        "coordinator.streams:WorkerStream.abandon",
+        "self._stream, self._worker, self._held = None, None, 0",
+        "self._stream, self._worker = None, None",
+        15,
     ),
 ]
