@@ -17,13 +17,15 @@ from transformers import AutoTokenizer
 from benchmarks.measure import Prompt
 from benchmarks.served import Served, sharing_nothing
 from coordinator.choosing.comparisons import is_chosen
-from coordinator.draft import DraftLimits, DraftWorkers, SessionDrafter
+from coordinator.draft import DraftLimits, DraftWorkers, SessionDrafter, draft_watch
 from coordinator.observing import joined
+from coordinator.pool.resolving import resolver
+from coordinator.pool.watching import watching
 from coordinator.streams import SessionOpening
-from coordinator.target import SessionScorer, TargetWorkers
-from specdec.channel import open_channel
+from coordinator.target import SessionScorer, TargetWorkers, target_watch
 from specdec.exact.prefix import PrefixChain
 from specdec.exact.values import Observations, Proposal, one_hot
+from specdec.serving.channels import open_worker_channel
 from specdec.serving.child import print_errors
 from specdec.serving.local import running
 from specdec.types import SamplingParams
@@ -104,8 +106,11 @@ async def connected(served: Served) -> AsyncIterator[Workers]:
     async with running(served.options, print_errors) as stack:
         ports = {child.name: child.port.result() for child in stack.children}
         target, draft = (next(port for name, port in ports.items() if kind in name) for kind in ("target", "draft"))
-        async with open_channel(f"127.0.0.1:{target}") as to_target, open_channel(f"127.0.0.1:{draft}") as to_draft:
-            yield Workers(TargetWorkers(to_target, TIMEOUT_S, TIMEOUT_S), DraftWorkers(to_draft, TIMEOUT_S))
+        async with (
+            watching(target_watch(resolver(f"127.0.0.1:{target}"), open_worker_channel)) as targets,
+            watching(draft_watch(resolver(f"127.0.0.1:{draft}"), open_worker_channel)) as drafts,
+        ):
+            yield Workers(TargetWorkers(targets, TIMEOUT_S, TIMEOUT_S), DraftWorkers(drafts, TIMEOUT_S))
 
 
 def asked(served: Served, temperatures: Sequence[float]) -> Iterator[tuple[float, str, Prompt]]:
@@ -129,7 +134,7 @@ def encoded(tokenizer: Any, prompt: Prompt) -> list[int]:
 
 async def opened(workers: Workers, name: str, committed: list[int], sampling: SamplingParams) -> Session:
     """Open a session at all workers; its prompt is in `committed`, which grows with its text."""
-    model, offered = await workers.targets.describe(), await workers.drafts.describe()
+    (model,), (offered,) = workers.targets.pool.descriptions, workers.drafts.pool.descriptions
     observed = joined((drafter.observations for drafter in offered.values()), model.num_layers)
     prefix_digest = partial(PrefixChain().digest, committed)
     opening = SessionOpening(name, 1, sampling, len(committed), prefix_digest, model.fingerprint)

@@ -1,13 +1,15 @@
 """`python -m coordinator`: the only module that names the concrete classes of the coordinator."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import coordinator  # noqa: F401  # sets grpc's environment before grpc is imported
+from grpc.aio import Channel
+
 import specdec.serving.extras  # noqa: F401  # first: a package that is missing becomes one sentence
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
-from coordinator.draft import DraftWorkers
+from coordinator.draft import DraftWorkers, draft_watch
+from coordinator.pool.resolving import host_of, resolver
 from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
@@ -18,7 +20,7 @@ from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore, open_store
 from coordinator.settings import CoordinatorSettings
 from coordinator.stores.private_redis import private_redis
-from coordinator.target import TargetWorkers
+from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import SpecdecError
 from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
@@ -47,7 +49,7 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         store = await stack.enter_async_context(_opened_store(settings))
         folder = await in_background(lambda: tokenizer_folder(settings.tokenizer))
         tokenizer = load_tokenizer(str(folder))
-        workers = await _opened_workers(settings, fingerprint(tokenizer), stack)
+        workers = await _opened_workers(settings, server, fingerprint(tokenizer), stack)
         running = RunningGenerations(settings.max_sessions)
         prompts = Prompts(tokenizer, load_chat_template(folder))
         stack.callback(prompts.close)
@@ -98,17 +100,23 @@ async def _store_address(settings: CoordinatorSettings) -> AsyncIterator[str]:
         yield "memory"
 
 
-async def _opened_workers(settings: CoordinatorSettings, tokenizer: str, stack: AsyncExitStack) -> Workers:
+async def _opened_workers(
+    settings: CoordinatorSettings, server: Server, tokenizer: str, stack: AsyncExitStack
+) -> Workers:
     files = settings.worker_tls
     tls = watched(files, log_reload) if files else None
-    channel = open_worker_channel(settings.target, "specdec.v1.TargetService", tls, settings.target_tls_name)
-    await stack.enter_async_context(channel)
-    target = TargetWorkers(channel, settings.score_timeout_s, settings.target_patience_s)
+
+    def opener(name: str, tls_name: str | None) -> Callable[[str], Channel]:
+        return lambda address: open_worker_channel(address, tls, tls_name or host_of(name), settings.pings)
+
+    targets = target_watch(resolver(settings.target), opener(settings.target, settings.target_tls_name))
+    await stack.enter_async_context(supervised(server, "target pool", targets.run()))
+    target = TargetWorkers(targets.pool, settings.score_timeout_s, settings.target_patience_s)
     draft = None
     if settings.draft:
-        channel = open_worker_channel(settings.draft, "specdec.v1.DraftService", tls, settings.draft_tls_name)
-        await stack.enter_async_context(channel)
-        draft = DraftWorkers(channel, settings.draft_timeout_s)
+        drafts = draft_watch(resolver(settings.draft), opener(settings.draft, settings.draft_tls_name))
+        await stack.enter_async_context(supervised(server, "draft pool", drafts.run()))
+        draft = DraftWorkers(drafts.pool, settings.draft_timeout_s)
     return Workers(target, draft, WorkerCapabilities(target, draft, tokenizer))
 
 

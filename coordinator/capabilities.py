@@ -2,27 +2,18 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.draft import DraftWorkers, OfferedDrafter
 from coordinator.joint_names import parts_of
 from coordinator.target import TargetWorkers
-from specdec.errors import InvalidArgumentError, ModelMismatchError, SpecdecError, UnavailableError
-from specdec.outside import REAL, Outside
-from specdec.retry import RetryPolicy
+from specdec.errors import InvalidArgumentError, ModelMismatchError, UnavailableError
 from specdec.serving.telemetry import get_logger
-from specdec.tls import handshake_problem
 from specdec.types import ModelInfo
 
-RETRY = RetryPolicy(first_s=0.2, maximum_s=2.0)  # while a kind of worker does not answer
-REFRESH_S = 15.0  # while it does
-MIN_WAIT_S = 0.5  # even if the workers seem to change more often
-NUM_ROUTES = 8  # for finding targets: a model that half of the workers serve is missed in 1 of 256 refreshes
-FORGET_AFTER = 2  # refreshes without an answer
-
-T = TypeVar("T")
+REFRESH_S = 5.0  # between two ticks, if the workers do not change
+MIN_WAIT_S = 0.1  # even if they change more often
+FORGET_AFTER = 2  # ticks without an answer
 
 
 class ServedModels:
@@ -30,15 +21,18 @@ class ServedModels:
 
     def __init__(self) -> None:
         self._models: OrderedDict[str, ModelInfo] = OrderedDict()  # by fingerprint
-        self._num_missed: Counter[str] = Counter()  # by fingerprint: refreshes without its answer
+        self._num_missed: Counter[str] = Counter()  # by fingerprint: ticks without its answer
 
     @property
     def newest(self) -> ModelInfo | None:
         """The model for new sessions; None before the first answer."""
         return next(reversed(self._models.values()), None)
 
-    def observe(self, answers: Sequence[ModelInfo]) -> None:
-        """Record the answers of one refresh. Without any answer nothing changes: the same workers may come back."""
+    def observe(self, answers: Sequence[ModelInfo], is_tick: bool = True) -> None:
+        """Record what the workers serve; at a tick, what they no longer serve.
+
+        Without any answer nothing changes: the same workers may come back.
+        """
         # workers of one model may have caches of several sizes: what is promised must fit into each
         longest_first = sorted(answers, key=lambda answer: answer.context_length, reverse=True)
         by_fingerprint = {answer.fingerprint: answer for answer in longest_first}
@@ -47,7 +41,7 @@ class ServedModels:
         for fingerprint in sorted(by_fingerprint, key=counts.__getitem__):
             self._models[fingerprint] = by_fingerprint[fingerprint]
             self._num_missed[fingerprint] = 0
-        if by_fingerprint:
+        if by_fingerprint and is_tick:
             self._forget(self._models.keys() - by_fingerprint.keys())
 
     def _forget(self, missing: Iterable[str]) -> None:
@@ -65,15 +59,16 @@ class WorkerCapabilities:
         target: TargetWorkers,
         draft: DraftWorkers | None,
         tokenizer_fingerprint: str,
-        outside: Outside = REAL,
     ) -> None:
         self._target_workers, self._draft_workers = target, draft
         self._tokenizer_fingerprint = tokenizer_fingerprint
-        self._outside = outside
         self._targets = ServedModels()
         self._drafters: Mapping[str, OfferedDrafter] = {}  # also those that do not answer now
         self._draft_answers = False
-        self._outdated = asyncio.Event()
+        self._changed = asyncio.Event()
+        target.pool.on_change.append(self._changed.set)
+        if draft:
+            draft.pool.on_change.append(self._changed.set)
 
     @property
     def target(self) -> ModelInfo:
@@ -124,77 +119,51 @@ class WorkerCapabilities:
         return model.tokenizer_fingerprint in ("", self._tokenizer_fingerprint)
 
     async def ready(self) -> None:
-        """Return once a target worker answered, and the draft workers were asked once."""
-        num_failures = 0
-        while not await self._ask_target():
-            num_failures += 1
-            await asyncio.sleep(self._pause_s(num_failures))
-        await self._ask_draft()
+        """Return once a target worker answered, and all workers of both kinds were asked."""
+        pools = [workers.pool for workers in (self._target_workers, self._draft_workers) if workers]
+        while not (self._targets.newest and all(pool.was_asked for pool in pools)):
+            await self._next_change()
+            if self._target_workers.pool.was_asked:
+                self._observe_targets()
+        self._observe_drafts()
+
+    async def _next_change(self) -> None:
+        await self._changed.wait()
+        self._changed.clear()
 
     def ask_soon(self) -> None:
-        """Request a refresh: the workers have changed."""
-        self._outdated.set()
+        """Have each worker asked what it serves: what was known of one was wrong."""
+        for worker in self._target_workers.pool.workers.values():
+            worker.suspected.set()
 
     async def watch(self) -> None:
-        """Refresh periodically, forever."""
-        num_failures = 0
+        """Follow what the workers say, forever."""
         while True:
-            await self._wait(self._pause_s(num_failures) if num_failures else REFRESH_S)
-            answered = [await self._ask_target(), await self._ask_draft()]
-            num_failures = 0 if all(answered) else num_failures + 1
+            is_tick = await self._wait()
+            self._observe_targets(is_tick)
+            self._observe_drafts()
 
-    async def _wait(self, seconds: float) -> None:
-        """Wait for a time, or until the workers have changed, but at least MIN_WAIT_S."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._outdated.wait()
-                await asyncio.sleep(MIN_WAIT_S)
-        self._outdated.clear()
+    async def _wait(self) -> bool:
+        """Wait for the next tick, or until workers have changed and those that change with them; return which."""
+        try:
+            async with asyncio.timeout(REFRESH_S):
+                await self._changed.wait()
+        except TimeoutError:
+            return True
+        await asyncio.sleep(MIN_WAIT_S)
+        self._changed.clear()
+        return False
 
-    async def _ask_target(self) -> bool:
+    def _observe_targets(self, is_tick: bool = False) -> None:
         before = self._targets.newest
-        answers = await asyncio.gather(*map(self._target_model, range(NUM_ROUTES)))
-        models = [answer for answer in answers if isinstance(answer, ModelInfo)]
-        self._targets.observe(models)
+        self._targets.observe(self._target_workers.pool.descriptions, is_tick)
         newest = self._targets.newest
         if newest and newest != before:
             get_logger().info("target_model", name=newest.name, fingerprint=newest.fingerprint)
-        if not models:
-            failures = [answer for answer in answers if isinstance(answer, SpecdecError)]
-            reasons = sorted({failure.reason for failure in failures})
-            cause = handshake_problem(failures[0].message) if failures else None
-            get_logger().warning("target_unavailable", reasons=reasons, **({"cause": cause} if cause else {}))
-        return bool(models)
 
-    async def _target_model(self, route: int) -> ModelInfo | SpecdecError:
-        try:
-            return await _described(self._target_workers.describe(route))
-        except SpecdecError as error:
-            return error
-
-    async def _ask_draft(self) -> bool:
-        if self._draft_workers is None:
-            return True
-        did_answer = self._draft_answers
-        try:
-            self._drafters = await _described(self._draft_workers.describe())
-            self._draft_answers = True
-        except SpecdecError:
-            self._draft_answers = False
+    def _observe_drafts(self) -> None:
+        offers = self._draft_workers.pool.descriptions if self._draft_workers else []
+        did_answer, self._draft_answers = self._draft_answers, bool(offers)
+        self._drafters = offers[0] if offers else self._drafters
         if did_answer != self._draft_answers:
             get_logger().info("draft_workers", answering=self._draft_answers, drafters=list(self._drafters))
-        return self._draft_answers
-
-    def _pause_s(self, num_failures: int) -> float:
-        return RETRY.pause_s(num_failures, 0.0, self._outside.uniform()) or 0.0
-
-
-async def _described(call: Awaitable[T]) -> T:
-    """Return a worker's answer. Raises SpecdecError; no answer of a worker may end this coordinator."""
-    try:
-        return await call
-    except SpecdecError:
-        raise
-    except Exception as error:
-        get_logger().error("malformed_description", exc_info=error)
-        raise UnavailableError("a worker described itself against the contract") from error

@@ -3,13 +3,18 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import grpc
 
 from coordinator import metrics
 from coordinator.observing import NOTHING, part_of
+from coordinator.pool.pool import WorkerPool
+from coordinator.pool.resolving import Resolve
+from coordinator.pool.watching import PoolWatch
+from coordinator.round_times import RoundTimes
 from coordinator.rounds import Drafted
-from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
+from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerGroup, WorkerStream, answered
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
@@ -20,6 +25,9 @@ from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
+MIN_ROUND_S = 2.0  # the least that a proposal is waited for: a busy machine may pause for a second
+ROUND_FACTOR = 4.0
+CHECK_S = 0.5  # after so long a round asks whether its worker has stopped
 MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 MAX_PENDING_BYTES = 8 << 20  # of these: half of the largest message
 REFUSED_FAILURES = 8  # failures to count after a refusal: a repeated request will be refused again, so wait longest
@@ -43,26 +51,33 @@ class DraftLimits:
     observed: ObservationRequest = NOTHING  # what the target is asked to observe, for all drafters of the session
 
 
+Offer = Mapping[str, OfferedDrafter]
+"""A draft worker's drafters by name, the default first."""
+
+
+def draft_watch(resolve: Resolve, open_channel: Callable[[str], Any], outside: Outside = REAL) -> PoolWatch[Offer]:
+    """Return what finds and probes draft workers."""
+    return PoolWatch("draft", resolve, open_channel, _describe, outside)
+
+
+async def _describe(channel: grpc.aio.Channel) -> Offer:
+    """Ask a draft worker for its drafters. Raises UnavailableError if it names none."""
+    request = draft_pb2.GetDraftRequest()
+    reply = await answered(draft_pb2_grpc.DraftServiceStub(channel).GetDraft(request, timeout=DESCRIBE_TIMEOUT_S))
+    offered = {drafter.name: _offered(drafter) for drafter in reply.drafters}
+    if not offered or "" in offered:
+        raise UnavailableError("a draft worker offers no drafter; restart that worker if it persists")
+    return offered
+
+
 class DraftWorkers:
-    """The draft workers at one address."""
+    """The draft workers of a pool. A round is waited for up to `timeout_s`, longer if it reads a long prompt."""
 
-    def __init__(self, channel: grpc.aio.Channel, timeout_s: float, outside: Outside = REAL) -> None:
-        self._stub = draft_pb2_grpc.DraftServiceStub(channel)
-        self._timeout_s = timeout_s
+    def __init__(self, pool: WorkerPool[Offer], timeout_s: float, outside: Outside = REAL) -> None:
+        self.pool = pool
+        times = RoundTimes(min(MIN_ROUND_S, timeout_s), timeout_s, ROUND_FACTOR)
+        self._group = WorkerGroup("draft", pool, times, CHECK_S, outside)
         self._outside = outside
-
-    async def describe(self) -> Mapping[str, OfferedDrafter]:
-        """Return the drafters on offer, the default first.
-
-        Raises UnavailableError while no worker answers, or one answers without any drafter.
-        """
-        request = draft_pb2.GetDraftRequest()
-        metadata = routing_metadata("describe", 0)
-        reply = await answered(self._stub.GetDraft(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
-        offered = {drafter.name: _offered(drafter) for drafter in reply.drafters}
-        if not offered or "" in offered:
-            raise UnavailableError("a draft worker offers no drafter; restart that worker if it persists")
-        return offered
 
     def open(
         self, session: SessionOpening, drafter: str, limits: DraftLimits, on_failure: Callable[[SpecdecError], None]
@@ -73,8 +88,13 @@ class DraftWorkers:
         )
         opening = draft_pb2.ProposeRequest(open=opened)
         closing = draft_pb2.ProposeRequest(close=types_pb2.CloseSession())
-        stream: WorkerStream[draft_pb2.ProposeResponse] = WorkerStream(
-            self._stub.Propose, session, opening, closing, self._timeout_s
+        stream: DraftStream = WorkerStream(
+            self._group,
+            lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Propose(),
+            session,
+            opening,
+            closing,
+            fits=lambda offer: drafter in ("", *offer),
         )
         return SessionDrafter(stream, limits, on_failure, self._outside)
 
@@ -91,12 +111,15 @@ def _num_kept(observations: Observations) -> int:
     return min(MAX_PENDING_OBSERVATIONS, max(1, MAX_PENDING_BYTES // max(1, token_bytes)))
 
 
+DraftStream: TypeAlias = "WorkerStream[draft_pb2.ProposeResponse, Offer]"
+
+
 class SessionDrafter:
     """Drafts for one session. Never raises: without a draft worker it drafts nothing, and tries again after a pause."""
 
     def __init__(
         self,
-        stream: WorkerStream[draft_pb2.ProposeResponse],
+        stream: DraftStream,
         limits: DraftLimits,
         on_failure: Callable[[SpecdecError], None],
         outside: Outside = REAL,
@@ -112,8 +135,8 @@ class SessionDrafter:
 
     @property
     def available(self) -> bool:
-        """Whether it is not being asked, and the pause after a failure is over."""
-        return not self._is_asked and self._outside.now_s() >= self._ask_again_at
+        """Whether it is not being asked, the pause after a failure is over, and there is a worker to ask."""
+        return not self._is_asked and self._outside.now_s() >= self._ask_again_at and self._stream.has_worker
 
     async def propose(self, committed: Sequence[int], num_draft_tokens: int, stop_below: float = 0.0) -> Drafted:
         """Return a tree of at most K tokens with their distributions; never raises."""
@@ -156,8 +179,9 @@ class SessionDrafter:
         try:
             proposal = codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
         except (codec.MalformedReply, ValueError) as error:
-            self._stream.abandon()
-            raise UnavailableError(f"a draft worker answered against the contract: {error}") from error
+            failure = UnavailableError(f"a draft worker answered against the contract: {error}")
+            self._stream.distrust(failure)
+            raise failure from error
         metrics.observe_worker("draft", reply.timing)
         return proposal
 

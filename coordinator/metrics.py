@@ -5,6 +5,8 @@ way to the target   rate(specdec_round_phase_seconds_sum{phase="score"}) - the s
 tokens per round    1 + rate(..._num_accepted_tokens_total) / rate(..._num_drafts_total)
 """
 
+from contextlib import suppress
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from coordinator.generation import Round
@@ -24,6 +26,10 @@ NUM_ROUNDS = Counter("specdec_num_rounds", "Rounds committed, drafted or plain")
 NUM_TOKENS = Counter("specdec_generation_tokens", "Tokens committed")
 NUM_REQUESTS = Counter("specdec_requests", "Requests ended, by status code", ["method", "code"])
 NUM_DRAFT_FAILURES = Counter("specdec_draft_failures", "Rounds that went on without their draft worker", ["reason"])
+WORKER_STATE = Gauge(
+    "specdec_worker_state", "Whether a worker is asked: 2 in service, 1 on trial, 0 out", ["kind", "worker"]
+)
+NUM_TIMED_OUT = Counter("specdec_worker_timeouts", "Rounds that a worker did not answer in time", ["kind"])
 NUM_RUNNING = Gauge("specdec_num_sessions_running", "Sessions being generated")
 TIME_TO_FIRST_TOKEN_S = Histogram(
     "specdec_time_to_first_token_seconds", "From request to first token", buckets=LATENCY_BUCKETS_S
@@ -52,6 +58,12 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
     PHASE_S.labels("score").observe(score_s)
     PHASE_S.labels("commit").observe(commit_s)
     TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted))
+
+
+def forget_worker(kind: str, address: str) -> None:
+    """Drop the state of a worker that is gone."""
+    with suppress(KeyError):
+        WORKER_STATE.remove(kind, address)
 
 
 def observe_worker(phase: str, timing: types_pb2.Timing) -> None:

@@ -17,6 +17,8 @@ from specdec.errors import OverloadedError
 Start = Callable[[], Coroutine[Any, Any, RunningGeneration]]
 """Claims a session that does not run here, and starts it."""
 
+RESUME_SHARE = 16  # of so many places one is kept for sessions that are resumed
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -52,6 +54,9 @@ class RunningGenerations:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._entries
+
     def get(self, session_id: str) -> RunningGeneration | None:
         """Return the session's generation, if it runs here."""
         entry = self._entries.get(session_id)
@@ -62,12 +67,15 @@ class RunningGenerations:
         started = [entry.started for entry in self._entries.values()]
         return [running for running in started if running and running.silent_s >= seconds]
 
-    def check_room(self, session_id: str) -> None:
-        """Raise OverloadedError if this session does not run here and no other may be added."""
-        if session_id in self._entries or len(self._entries) < self._maximum:
+    def check_room_for_new(self) -> None:
+        """Raise OverloadedError if no new session may be added: the last places are for those that are resumed."""
+        self._check_room(self._maximum - self._maximum // RESUME_SHARE)
+
+    def _check_room(self, maximum: int) -> None:
+        if len(self._entries) < maximum:
             return
-        if sum(entry.takes_room for entry in self._entries.values()) >= self._maximum:
-            raise OverloadedError(f"{self._maximum} sessions run here already; try again soon")
+        if sum(entry.takes_room for entry in self._entries.values()) >= maximum:
+            raise OverloadedError(f"{maximum} sessions run here already; try again soon")
 
     @asynccontextmanager
     async def attach(self, session_id: str, start: Start) -> AsyncIterator[RunningGeneration]:
@@ -97,7 +105,7 @@ class RunningGenerations:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _add(self, session_id: str, start: Start) -> _Entry:
-        self.check_room(session_id)
+        self._check_room(self._maximum)
         entry = self._entries[session_id] = _Entry(asyncio.ensure_future(start()))
         metrics.NUM_RUNNING.set(len(self._entries))
         return entry

@@ -82,9 +82,19 @@ class RoundParts:
     outside: Outside = REAL
 
 
-async def run_rounds(generation: Generation, parts: RoundParts, publish: Callable[[Round], Awaitable[None]]) -> None:
+async def _at_once() -> None:
+    """Do not wait."""
+
+
+async def run_rounds(
+    generation: Generation,
+    parts: RoundParts,
+    publish: Callable[[Round], Awaitable[None]],
+    until_wanted: Callable[[], Awaitable[None]] = _at_once,
+) -> None:
     """Run rounds until the generation is done; `publish` commits a round, then lets clients see it.
 
+    Each round begins when `until_wanted` returns: clients have read enough of what there is.
     One commit at a time, in order; an exception from `publish` ends the loop. A commit in flight is always awaited.
     """
     committing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,6 +103,7 @@ async def run_rounds(generation: Generation, parts: RoundParts, publish: Callabl
     try:
         num_new = 0  # tokens of the last round
         while not generation.done:
+            await until_wanted()
             played = await run_round(generation, parts, comparing, num_new)
             num_new = len(played.emitted)
             await asyncio.shield(committing)

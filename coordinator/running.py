@@ -19,6 +19,8 @@ from specdec.errors import DataLossError, FencedError, UnavailableError
 from specdec.outside import REAL, Outside
 from specdec.types import FinishReason, Statistics
 
+MAX_UNREAD_TOKENS = 256  # that a session is ahead of its followers; then it pauses until one of them reads on
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandles:
@@ -62,6 +64,13 @@ def _status(finish: FinishReason | None) -> Status:
     return Status.CANCELLED if finish is FinishReason.CANCELLED else Status.FINISHED
 
 
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """A follower."""
+
+    offset: int  # tokens that it has taken
+
+
 class RunningGeneration:
     """One generation and its followers."""
 
@@ -78,6 +87,8 @@ class RunningGeneration:
         self._base_s = generation.statistics.total_s
         self._began_at = self._published_at = self._outside.now_s()
         self._changed = asyncio.Event()  # replaced at each change
+        self._readers: set[_Reader] = set()
+        self._read = asyncio.Event()  # replaced whenever a follower has read
         self._error: Exception | None = None
         self._interruption: Exception | None = None
         self._has_ended = False  # the rounds have; the worker streams may still be open
@@ -157,12 +168,31 @@ class RunningGeneration:
 
         Raises what ended the rounds.
         """
-        ending = None
-        while ending is None:
-            await self._wait_past(offset)
-            end, ending = self._num_published, self._ending()
-            yield self.generation.chunk(offset, end), ending
-            offset = end
+        reader, ending = _Reader(offset), None
+        self._readers.add(reader)
+        try:
+            while ending is None:
+                await self._wait_past(offset)
+                end, ending = self._num_published, self._ending()
+                yield self.generation.chunk(offset, end), ending
+                offset = reader.offset = end
+                self._note_read()
+        finally:
+            self._readers.discard(reader)
+            self._note_read()
+
+    def _note_read(self) -> None:
+        read, self._read = self._read, asyncio.Event()
+        read.set()
+
+    async def _until_read(self) -> None:
+        """Wait while all followers are far behind: what nobody reads is not generated."""
+        while self._readers and self._num_unread > MAX_UNREAD_TOKENS:
+            await self._read.wait()
+
+    @property
+    def _num_unread(self) -> int:
+        return self._num_published - max(reader.offset for reader in self._readers)
 
     @property
     def _is_complete(self) -> bool:
@@ -185,7 +215,7 @@ class RunningGeneration:
     async def _run(self, workers: WorkerHandles) -> None:
         try:
             parts = replace(workers.parts, outside=self._outside)
-            await run_rounds(self.generation, parts, self._publish)
+            await run_rounds(self.generation, parts, self._publish, self._until_read)
         except asyncio.CancelledError:
             self._end(self._interruption or UnavailableError("this coordinator stopped the session; resume it"))
         except Exception as error:

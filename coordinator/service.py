@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from coordinator import requests
+from coordinator.admission import Admission, Ticket
 from coordinator.generation import CommittedChunk, Generation, OutputToken
 from coordinator.healing import BEGINNING, Healing, Position, heal, take_back, told
 from coordinator.prompts import Prompts
@@ -22,6 +23,7 @@ from coordinator.streams import SessionOpening
 from coordinator.text import StreamDetokenizer
 from specdec.errors import DataLossError, FencedError, NotFoundError, UnavailableError
 from specdec.outside import REAL, Outside
+from specdec.serving.security.caller import NO_TENANT
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
@@ -53,6 +55,7 @@ class Coordinator:
         limits: RequestLimits,
         outside: Outside = REAL,
     ) -> None:
+        self.admission = Admission(lambda: workers.target.loads.load, outside)
         self.limits = limits
         self.capabilities = workers.capabilities
         self._has_draft_workers = workers.draft is not None
@@ -63,17 +66,37 @@ class Coordinator:
         self._shown = ShownSessions()
         self._session_workers = SessionWorkers(workers, limits.max_draft_tokens)
 
-    async def begin(self, request: generation_pb2.GenerateRequest, session: SessionName) -> None:
-        """Check a request, and create its session unless it exists.
+    async def begin(
+        self,
+        request: generation_pb2.GenerateRequest,
+        session: SessionName,
+        tenant: str = NO_TENANT,
+        left_s: float | None = None,
+    ) -> Ticket:
+        """Check a request whose caller waits for `left_s` seconds, and create its session unless it exists.
 
+        Nothing is written of a request that is refused. The caller gives the ticket back to `admission.leave`.
         Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
         """
+        is_known = session.stored in self._running
+        if not is_known:
+            self._running.check_room_for_new()
+            self.admission.check(tenant, 0, 0, left_s)  # before the prompt is encoded
         target = self.capabilities.target
         plan = await requests.plan(request, session, self._prompts, target, self.limits, self._outside)
         if plan.speculation.num_draft_tokens != 0 and self._has_draft_workers:
             self.capabilities.session_drafters(plan.speculation.drafter)
-        self._running.check_room(plan.session_id)
-        await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
+        num_tokens = plan.sampling.max_new_tokens or 0
+        if not is_known:
+            self._running.check_room_for_new()
+            self.admission.check(tenant, len(plan.prompt.tokens), num_tokens, left_s)
+        ticket = self.admission.enter(tenant, num_tokens, left_s)
+        try:
+            await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
+        except BaseException:
+            self.admission.leave(ticket, is_complete=False)
+            raise
+        return ticket
 
     async def follow(
         self, session_id: str, offset: int, digest: bytes, handed: tuple[OutputToken, ...] | None = None

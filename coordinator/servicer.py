@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from coordinator import metrics
+from coordinator.admission import Ticket
 from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.healing import BEGINNING, Position
 from coordinator.requests import known_session
@@ -48,10 +49,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """Stream a new session, or attach to the one that has this request_id."""
         with _Request("Generate", self._outside) as record:
             # an id that is too long is refused by `begin`, and hashed to no end until then
-            session = self._ids.of_request(current_tenant(), request.request_id)
-            await self._coordinator.begin(request, session)
+            session, tenant = self._ids.of_request(current_tenant(), request.request_id), current_tenant()
+            ticket = await self._coordinator.begin(request, session, tenant, context.time_remaining())
             record.session_id = session.stored
-            await self._stream(session, BEGINNING, Writer(context).write, record)
+            await self._stream(session, BEGINNING, Writer(context).write, record, ticket)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from the client's offset."""
@@ -62,7 +63,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             async def resume(chunk: pb.GenerateResponse) -> None:
                 await writer.write(pb.ResumeResponse(chunk=chunk))
 
-            await self._stream(session, self._position(session, request), resume, record)
+            position = self._position(session, request)
+            ticket = self._coordinator.admission.enter(current_tenant(), 0, context.time_remaining())
+            await self._stream(session, position, resume, record, ticket)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
@@ -88,14 +91,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 max_draft_tokens=self._coordinator.limits.max_draft_tokens,
             )
 
-    async def _stream(self, session: SessionName, position: Position, send: Send, record: "_Request") -> None:
+    async def _stream(
+        self, session: SessionName, position: Position, send: Send, record: "_Request", ticket: Ticket
+    ) -> None:
+        admission, is_complete = self._coordinator.admission, False
         following = self._coordinator.follow(session.stored, position.offset, position.digest, position.handed)
-        async with aclosing(following) as chunks:
-            async for chunk, ending in chunks:
-                message = chunk_to_proto(session.public, chunk, ending)
-                message.proof = self._ids.proof(session, chunk.offset + len(chunk.emitted), chunk.digest)
-                await send(message)
-                record.wrote(chunk, ending)
+        try:
+            async with aclosing(following) as chunks:
+                async for chunk, ending in chunks:
+                    admission.progress(ticket, len(chunk.emitted))
+                    message = chunk_to_proto(session.public, chunk, ending)
+                    message.proof = self._ids.proof(session, chunk.offset + len(chunk.emitted), chunk.digest)
+                    await send(message)
+                    record.wrote(chunk, ending)
+                    is_complete = ending is not None
+        finally:
+            admission.leave(ticket, is_complete=is_complete)
 
     def _position(self, session: SessionName, request: pb.ResumeRequest) -> Position:
         """Return where a client is. Raises InvalidArgumentError."""

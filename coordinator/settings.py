@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from coordinator.stores.client import PATIENCE_S
-from specdec.channel import MAX_REQUEST_BYTES, is_loopback
+from specdec.channel import MAX_REQUEST_BYTES, Pings, is_loopback
 from specdec.serving.settings import ClientFacingSettings
 from specdec.serving.store_url import OWN_STORES, StoreUrl
 from specdec.tls import TlsFiles
@@ -49,9 +49,23 @@ class CoordinatorSettings(ClientFacingSettings):
     max_draft_tokens: int = Field(
         MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS, description="maximum draft tokens a round, automatic or asked for"
     )
-    draft_timeout_s: float = Field(2.0, gt=0, description="a draft worker that takes longer is done without")
-    score_timeout_s: float = Field(60.0, gt=0, description="a target worker that takes longer is tried again")
-    target_patience_s: float = Field(30.0, ge=0, description="seconds a session waits for a target worker to be back")
+    draft_timeout_s: float = Field(
+        2.0, gt=0, description="maximum seconds that a proposal is waited for; less where the last ones were quick"
+    )
+    score_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="maximum seconds that scores are waited for, before another worker is asked; more for prompts",
+    )
+    target_patience_s: float = Field(
+        30.0, ge=0, description="seconds that a session waits while no target worker is in service"
+    )
+    ping_period_s: float = Field(
+        1.0, ge=0.5, description="seconds of silence after which a connection to a worker with running calls is tested"
+    )
+    ping_timeout_s: float = Field(
+        1.5, ge=0.1, description="seconds that a worker has to answer such a test; then its connection counts as lost"
+    )
     worker_tls_ca: Path | None = Field(
         None, description="PEM file of authorities; workers need a certificate of one of them. Unset: plain text"
     )
@@ -65,6 +79,11 @@ class CoordinatorSettings(ClientFacingSettings):
     draft_tls_name: str | None = Field(
         None, description="name in the draft workers' certificates; unset: the host of --draft"
     )
+
+    @property
+    def pings(self) -> Pings:
+        """How soon a worker is noticed that has stopped."""
+        return Pings(self.ping_period_s, self.ping_timeout_s)
 
     @property
     def worker_tls(self) -> TlsFiles | None:

@@ -2,23 +2,43 @@
 
 A stream remembers how many of the session's tokens its worker holds, sends only what is new, and repeats from further
 back when the worker says that it holds less. A broken stream is forgotten; the next call opens another, to whichever
-worker the balancer picks, and sends everything.
+worker the pool picks, and sends everything.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from specdec.errors import SpecdecError, UnavailableError, from_rpc_error
+from coordinator import metrics
+from coordinator.pool.breaker import WorkerState
+from coordinator.pool.pool import Fits, WorkerPool
+from coordinator.pool.worker import DescriptionT, Worker
+from coordinator.round_times import RoundTimes
+from specdec.errors import (
+    ContextTooShortError,
+    InternalError,
+    ModelMismatchError,
+    OverloadedError,
+    SpecdecError,
+    UnavailableError,
+    from_rpc_error,
+)
+from specdec.outside import REAL, Outside
 from specdec.serving import session_stream
-from specdec.serving.channels import SESSION_METADATA_KEY
 from specdec.types import SamplingParams
 
-DESCRIBE_TIMEOUT_S = 5.0
+DESCRIBE_TIMEOUT_S = 2.0
+FIND_S = 0.25  # for a worker that lost its connection to answer on another one
+CHECK_TIMEOUT_S = 1.0  # for a worker that is late to answer a probe
 STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
+# this session, while it may serve others
+CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
 LOST_STREAM = "a worker ended the session's stream"
 
 
@@ -53,41 +73,142 @@ Message = Callable[[int, Sequence[int], bytes], Any]
 """Makes a round's message of `start`, the committed tokens from there on, and the digest of those before."""
 
 
-class WorkerStream(Generic[ReplyT]):
-    """One session's stream to one kind of worker."""
+@dataclass(frozen=True, slots=True)
+class WorkerGroup(Generic[DescriptionT]):
+    """The workers of one kind, and what all sessions of a coordinator know of them."""
+
+    kind: str
+    pool: WorkerPool[DescriptionT]
+    times: RoundTimes
+    check_s: float = math.inf  # after so long a round asks whether its worker still answers, and again each time
+    outside: Outside = REAL
+
+
+class WorkerStream(Generic[ReplyT, DescriptionT]):
+    """One session's stream to one kind of worker.
+
+    `begin` makes the call on a worker's channel; `fits` judges what a worker says about itself. A worker that failed a
+    round of this session is avoided until another one answered.
+    """
 
     def __init__(
-        self, call: Callable[..., Any], session: SessionOpening, opening: Any, closing: Any, timeout_s: float
+        self,
+        group: WorkerGroup[DescriptionT],
+        begin: Callable[[Any], Any],
+        session: SessionOpening,
+        opening: Any,
+        closing: Any,
+        fits: Fits[DescriptionT] = lambda description: True,
+        in_progress: Callable[[ReplyT], bool] = lambda reply: False,
     ) -> None:
-        self._call = call
-        self._session, self._route = session, 0
-        self._opening, self._closing = opening, closing
-        self._timeout_s = timeout_s
+        """`in_progress` says of a message whether it is no answer yet, only a sign that the worker is at it."""
+        self._in_progress = in_progress
+        self._group, self._begin, self._fits = group, begin, fits
+        self._session, self._opening, self._closing = session, opening, closing
         self._stream: Any = None
+        self._worker: Worker[DescriptionT] | None = None  # the stream's
+        self._avoided: set[str] = set()  # addresses
+        self._losses: Counter[str] = Counter()  # streams that broke since the last round that succeeded, by address
+        self._lost: Worker[DescriptionT] | None = None  # the worker of the last one
         self._has_opened = False  # at any worker, since the last close
         self._held = 0  # of the committed tokens, how many this stream's worker has
         self.num_fed = 0  # committed tokens that the worker was sent with the last question
 
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker can be asked now: that of the open stream, or one for another stream."""
+        if self._worker is not None:
+            return self._worker.state is not WorkerState.OUT
+        return self._group.pool.is_available
+
+    @property
+    def has_other_worker(self) -> bool:
+        """Whether one is in service that did not fail this session just now."""
+        return self._group.pool.has_other(self._avoided)
+
     async def ask(self, committed: Sequence[int], message: Message) -> ReplyT:
         """Bring the worker up to date and return its answer to `message`.
 
-        Raises the worker's SpecdecError; UnavailableError if it did not answer in time.
+        Raises the worker's SpecdecError; UnavailableError if it did not answer in time, or if there is none.
         """
+        self._leave_silent()
+        begin_s, self.num_fed = self._group.outside.now_s(), len(committed) - self._held
+        limit_s = self._group.times.limit_s(self.num_fed)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await self._ask(committed, message)
+            async with asyncio.timeout(limit_s) as timer:
+                with self._checked(timer):
+                    reply = await self._ask(committed, message, timer, limit_s)
         except TimeoutError:
-            self.abandon()
-            raise UnavailableError(f"a worker did not answer within {self._timeout_s:g} s") from None
+            raise self._late(self._group.outside.now_s() - begin_s, limit_s) from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             ending = await self._ending()
-            self.abandon()
+            self._leave(ending)
             raise ending from error
+        except UnavailableError as failure:  # it answered nonsense, or there is none
+            self.distrust(failure)
+            raise
         except BaseException:
             self.abandon()
             raise
+        self._succeeded(self._group.outside.now_s() - begin_s)
+        return reply
 
-    async def _ask(self, committed: Sequence[int], message: Message) -> ReplyT:
+    @contextmanager
+    def _checked(self, timer: asyncio.Timeout) -> Iterator[None]:
+        """Let the time be up as soon as the worker does not answer probes any more, if another one can be asked."""
+        checks: list[asyncio.Future[None]] = []  # at most one
+
+        def begin() -> None:
+            checks.append(asyncio.ensure_future(self._check(timer)))
+
+        check_s = self._group.check_s
+        due = asyncio.get_running_loop().call_later(check_s, begin) if check_s < math.inf else None
+        try:
+            yield
+        finally:
+            if due:
+                due.cancel()
+            for check in checks:
+                check.cancel()
+
+    async def _check(self, timer: asyncio.Timeout) -> None:
+        while not await self._has_stopped():  # noqa: ASYNC110  # a worker sends no events
+            await asyncio.sleep(self._group.check_s)
+        if not timer.expired():
+            timer.reschedule(asyncio.get_running_loop().time())
+
+    async def _has_stopped(self) -> bool:
+        """Return whether the worker is silent, and there is another one: work is only given up where it is of use."""
+        if self._worker is None or not self._group.pool.has_other({self._worker.address}):
+            return False
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                return not await self._worker.probe() and self._worker.is_silent
+        except TimeoutError:
+            return True
+
+    def _succeeded(self, elapsed_s: float) -> None:
+        self._group.times.observe(elapsed_s, self.num_fed)
+        if self._worker:
+            self._worker.round_succeeded()
+        self._avoided.clear()
+        self._losses.clear()
+
+    def _late(self, waited_s: float, limit_s: float) -> UnavailableError:
+        if waited_s >= limit_s:  # else the worker has stopped, which says nothing of those that run
+            self._group.times.observe(waited_s, self.num_fed)
+        metrics.NUM_TIMED_OUT.labels(self._group.kind).inc()
+        failure = UnavailableError(f"a worker did not answer within {waited_s:.3g} s")
+        self.distrust(failure)
+        return failure
+
+    async def _ask(
+        self,
+        committed: Sequence[int],
+        message: Message,
+        timer: asyncio.Timeout,
+        limit_s: float,
+    ) -> ReplyT:
         await self._open()
         num_misses = 0
         while True:
@@ -95,20 +216,33 @@ class WorkerStream(Generic[ReplyT]):
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
             await self._stream.write(message(start, committed[start:], self._session.prefix_digest(start)))
+            reply = await self._answer(timer, limit_s)
+            if reply.cached_len >= start:
+                self._held = min(reply.cached_len, len(committed))
+                return reply
+            self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
+            num_misses += 1
+
+    async def _answer(self, timer: asyncio.Timeout, limit_s: float) -> ReplyT:
+        """Return the next message that is an answer; the others start the time-out again."""
+        while True:
             reply = await self._stream.read()
             if reply is grpc.aio.EOF:
                 raise asyncio.InvalidStateError("the worker ended the stream")
             if reply is None:
                 raise UnavailableError("a worker's answer is not a valid message")
-            if reply.cached_len >= start:
-                self._held = min(reply.cached_len, len(committed))
+            if not self._in_progress(reply):
                 return reply  # type: ignore[no-any-return]
-            self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
-            num_misses += 1
+            if not timer.expired():
+                timer.reschedule(asyncio.get_running_loop().time() + limit_s)
 
     async def _open(self) -> None:
         if self._stream is None:
-            self._stream = self._call(metadata=routing_metadata(self._session.session_id, self._route))
+            worker = self._group.pool.pick(self._session.session_id, self._avoided, self._fits)
+            if worker is None:
+                raise UnavailableError(f"no {self._group.kind} worker is in service")
+            self._worker, self._stream = worker, self._begin(worker.channel)
+            worker.num_streams += 1
             self._has_opened = True
             await self._stream.write(self._opening)
 
@@ -125,16 +259,44 @@ class WorkerStream(Generic[ReplyT]):
             return UnavailableError(LOST_STREAM)
         return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
 
-    def reroute(self) -> None:
-        """Open the next stream at another worker, if there is one: this one serves another model."""
+    def _leave(self, ending: SpecdecError) -> None:
+        """Forget a stream that ended by itself, and tell all sessions what that says about its worker."""
+        if isinstance(ending, InternalError):
+            self.distrust(ending)
+        elif isinstance(ending, UnavailableError) and self._worker:
+            self._lost = self._worker
+            self._worker.lost(ending)
+            self._losses[self._worker.address] += 1
+            if self._losses[self._worker.address] > 1:  # it answers probes and loses streams
+                self._avoided.add(self._worker.address)
+        elif isinstance(ending, CANNOT_SERVE) and self._worker:
+            self._avoided.add(self._worker.address)
         self.abandon()
-        self._route += 1
+
+    def _leave_silent(self) -> None:
+        """Leave a worker that another session found to have stopped, if there is another one."""
+        if self._worker and self._worker.is_silent and self._group.pool.has_other({self._worker.address}):
+            self.abandon()
+
+    async def find_lost(self) -> None:
+        """Wait a moment for the worker that was lost: it has the session's cache, and may just have been cut off."""
+        if self._lost:
+            await asyncio.wait([asyncio.ensure_future(self._lost.probe())], timeout=FIND_S)
+
+    def distrust(self, failure: SpecdecError) -> None:
+        """Leave a worker that failed a round; no session goes to it until it has proved itself."""
+        if self._worker:
+            self._worker.round_failed(failure)
+            self._avoided.add(self._worker.address)
+        self.abandon()
 
     def abandon(self) -> None:
         """Forget the stream; the worker keeps its cache for the next stream."""
         if self._stream is not None:
             self._stream.cancel()
-        self._stream, self._held = None, 0
+        if self._worker is not None:
+            self._worker.num_streams -= 1
+        self._stream, self._worker, self._held = None, None, 0
 
     async def close(self) -> None:
         """End the session at the worker, so that it frees the cache.
@@ -149,15 +311,10 @@ class WorkerStream(Generic[ReplyT]):
                 await self._stream.write(self._closing)
                 await self._stream.done_writing()
                 await self._stream.read()
-        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError, UnavailableError):
             pass  # the worker and its cache are gone
         self.abandon()
         self._has_opened = False
-
-
-def routing_metadata(name: str, route: int) -> tuple[tuple[str, str], ...]:
-    """Return the metadata by which the balancer picks a worker; other routes reach other workers."""
-    return ((SESSION_METADATA_KEY, f"{name}#{route}" if route else name),)
 
 
 async def answered(call: Awaitable[Any]) -> Any:

@@ -4,13 +4,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, TypeAlias
 
 import grpc
 
 from coordinator import metrics
+from coordinator.loads import ReportedLoads
 from coordinator.observing import NOTHING
+from coordinator.pool.pool import WorkerPool
+from coordinator.pool.resolving import Resolve
+from coordinator.pool.watching import PoolWatch
+from coordinator.round_times import RoundTimes
 from coordinator.rounds import Scored
-from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerStream, answered, routing_metadata
+from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerGroup, WorkerStream, answered
 from specdec import messages
 from specdec.errors import (
     ContextTooShortError,
@@ -27,32 +33,43 @@ from specdec.retry import RetryPolicy
 from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
-RETRY = RetryPolicy(first_s=0.1, maximum_s=2.0)  # where no target worker answers
-REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where one answers that cannot serve the session
+RETRY = RetryPolicy(first_s=0.1, maximum_s=1.0)  # where no target worker is in service
+REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where another one can be asked
+MIN_ROUND_S = 10.0  # a worker that answers probes is waited for so long at least: it may be busy with others' prompts
+ROUND_FACTOR = 10.0
+CHECK_S = 0.5  # after so long a round asks whether its worker has stopped
 # of one round, fewer than end a worker (specdec/serving/model_worker.py): what one session asks must not end workers
 MAX_INTERNAL_ERRORS = 7
+TargetStream: TypeAlias = "WorkerStream[target_pb2.ScoreResponse, ModelInfo]"
 RETRIED = (UnavailableError, OverloadedError, InternalError, ModelMismatchError, ContextTooShortError)
 
 
+def target_watch(resolve: Resolve, open_channel: Callable[[str], Any], outside: Outside = REAL) -> PoolWatch[ModelInfo]:
+    """Return what finds and probes target workers."""
+    return PoolWatch("target", resolve, open_channel, _describe, outside)
+
+
+async def _describe(channel: grpc.aio.Channel) -> ModelInfo:
+    """Ask a target worker for its model. Raises UnavailableError if it describes none."""
+    request = target_pb2.GetTargetRequest()
+    reply = await answered(target_pb2_grpc.TargetServiceStub(channel).GetTarget(request, timeout=DESCRIBE_TIMEOUT_S))
+    model = messages.model_from_proto(reply.model)
+    if not (model.name and model.tokenizer_fingerprint and model.vocab_size and model.context_length):
+        raise UnavailableError("a target worker describes no model; restart that worker if it persists")
+    return model
+
+
 class TargetWorkers:
-    """The target workers at one address."""
+    """The target workers of a pool. A round is waited for up to `timeout_s`, longer if it reads a long prompt."""
 
-    def __init__(self, channel: grpc.aio.Channel, timeout_s: float, patience_s: float, outside: Outside = REAL) -> None:
-        self._stub = target_pb2_grpc.TargetServiceStub(channel)
-        self._outside = outside
-        self._timeout_s, self._patience_s = timeout_s, patience_s
-
-    async def describe(self, route: int = 0) -> ModelInfo:
-        """Return the model of one of them; routes may reach different ones.
-
-        Raises UnavailableError if none answers, or one answers what no model is.
-        """
-        request, metadata = target_pb2.GetTargetRequest(), routing_metadata("describe", route)
-        reply = await answered(self._stub.GetTarget(request, metadata=metadata, timeout=DESCRIBE_TIMEOUT_S))
-        model = messages.model_from_proto(reply.model)
-        if not (model.name and model.tokenizer_fingerprint and model.vocab_size and model.context_length):
-            raise UnavailableError("a target worker describes no model; restart that worker if it persists")
-        return model
+    def __init__(
+        self, pool: WorkerPool[ModelInfo], timeout_s: float, patience_s: float, outside: Outside = REAL
+    ) -> None:
+        self.pool = pool
+        times = RoundTimes(min(MIN_ROUND_S, timeout_s), timeout_s, ROUND_FACTOR)
+        self._group = WorkerGroup("target", pool, times, CHECK_S, outside)
+        self._patience_s, self._outside = patience_s, outside
+        self.loads = ReportedLoads(outside)
 
     def open(
         self,
@@ -72,8 +89,14 @@ class TargetWorkers:
         )
         opening = target_pb2.ScoreRequest(open=target)
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())
-        stream: WorkerStream[target_pb2.ScoreResponse] = WorkerStream(
-            self._stub.Score, session, opening, closing, self._timeout_s
+        stream: TargetStream = WorkerStream(
+            self._group,
+            lambda channel: target_pb2_grpc.TargetServiceStub(channel).Score(),
+            session,
+            opening,
+            closing,
+            fits=lambda model: session.model_fingerprint in ("", model.fingerprint),
+            in_progress=self._in_progress,
         )
         wants_logprobs = session.sampling.num_logprobs is not None
         return SessionScorer(
@@ -83,8 +106,15 @@ class TargetWorkers:
             self._patience_s,
             session.num_prompt_tokens,
             on_mismatch,
+            self.loads,
             self._outside,
         )
+
+    def _in_progress(self, reply: target_pb2.ScoreResponse) -> bool:
+        """Take note of the load in a message that is no answer yet; return whether it is one."""
+        if reply.in_progress:
+            self.loads.report(reply.load)
+        return reply.in_progress
 
 
 class SessionScorer:
@@ -92,19 +122,20 @@ class SessionScorer:
 
     def __init__(
         self,
-        stream: WorkerStream[target_pb2.ScoreResponse],
+        stream: TargetStream,
         vocab_size: int,
         wants_logprobs: bool,
         patience_s: float,
         num_prompt_tokens: int,
         on_mismatch: Callable[[], None],
+        loads: ReportedLoads | None = None,
         outside: Outside = REAL,
     ) -> None:
         self._stream = stream
+        self._loads = loads or ReportedLoads(outside)
         self._outside = outside
         self._vocab_size, self._wants_logprobs = vocab_size, wants_logprobs
         self._retry = replace(RETRY, budget_s=patience_s)
-        self._retry_internal = replace(self._retry, max_failures=MAX_INTERNAL_ERRORS)
         self._reroute = replace(REROUTE, budget_s=patience_s)
         self._on_mismatch = on_mismatch
         self._num_prompt_tokens = num_prompt_tokens
@@ -112,7 +143,8 @@ class SessionScorer:
     async def score(self, committed: Sequence[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer.
 
-        A round that fails inside one worker may succeed at another: it is asked again, up to MAX_INTERNAL_ERRORS times.
+        A round that fails at one worker is asked at another: where one is in service without a long pause, and also
+        when patience is at an end. Rounds that fail inside workers are asked up to MAX_INTERNAL_ERRORS times.
         """
         begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
         while True:
@@ -120,23 +152,27 @@ class SessionScorer:
                 return await self._score(committed, proposal, observes)
             except RETRIED as error:
                 failures[type(error)] += 1
+                await self._prepare_retry(error)
                 pause_s = self._pause_s(error, failures[type(error)], self._outside.now_s() - begin)
                 if pause_s is None:
                     raise self._given_up(error, has_text=len(committed) > self._num_prompt_tokens) from error
                 await asyncio.sleep(pause_s)
 
+    async def _prepare_retry(self, error: SpecdecError) -> None:
+        if isinstance(error, ModelMismatchError | ContextTooShortError):
+            self._on_mismatch()
+        elif isinstance(error, UnavailableError):
+            await self._stream.find_lost()
+
     def _pause_s(self, error: SpecdecError, num_failures: int, elapsed_s: float) -> float | None:
         """Return the pause before the next attempt, None if the session's patience is at an end."""
+        policy = self._reroute if self._stream.has_other_worker else self._retry
         if isinstance(error, ModelMismatchError | ContextTooShortError):
-            self._stream.reroute()
-            self._on_mismatch()
             policy = self._reroute
         elif isinstance(error, InternalError):
-            if num_failures > 1:  # the first may have been another session's fault
-                self._stream.reroute()
-            policy = self._retry_internal
-        else:
-            policy = self._retry
+            policy = replace(policy, max_failures=MAX_INTERNAL_ERRORS)
+        elif self._stream.has_other_worker:
+            elapsed_s = 0.0
         return policy.pause_s(num_failures, elapsed_s, self._outside.uniform())
 
     def _given_up(self, error: SpecdecError, has_text: bool) -> SpecdecError:
@@ -170,10 +206,13 @@ class SessionScorer:
                 raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
             _check_observations(scores, len(committed), len(proposal))
         except (codec.MalformedReply, ValueError) as error:
-            self._stream.abandon()
-            raise UnavailableError(f"a target worker answered against the contract: {error}") from error
+            failure = UnavailableError(f"a target worker answered against the contract: {error}")
+            self._stream.distrust(failure)
+            raise failure from error
         metrics.observe_worker("score", reply.timing)
-        num_sessions = max(1, reply.load.num_waiting + reply.load.num_running)
+        self._loads.report(reply.load)
+        load = reply.load
+        num_sessions = max(1, load.num_waiting + load.num_running - load.num_without_place)
         return Scored(scores, self._outside.now_s() - begin, self._stream.num_fed, num_sessions)
 
     async def close(self) -> None:

@@ -9,12 +9,7 @@ The public names are those of `specdec.api`.
 """
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
-
-# Lets a channel hash on chosen metadata (gRFC A76): a session's streams go to the worker that holds its cache.
-# grpc reads it once, when it is imported.
-os.environ.setdefault("GRPC_EXPERIMENTAL_RING_HASH_SET_REQUEST_HASH_KEY", "true")
 
 if TYPE_CHECKING:
     from specdec.api import *  # noqa: F403

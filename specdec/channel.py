@@ -1,6 +1,7 @@
-"""Channels to a specdec service: message limits, keepalive, reconnection."""
+"""Channels to a specdec service: message limits, pings, reconnection."""
 
 import re
+from dataclasses import dataclass
 from ipaddress import ip_address
 
 import grpc
@@ -9,19 +10,43 @@ MAX_MESSAGE_BYTES = 16 << 20  # between services, and of an answer
 MAX_PROMPT_BYTES = 8 << 20
 MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + (64 << 10)  # the largest sampling parameters take 32 kB
 
+MIN_PING_PERIOD_S = 0.25  # a server closes a connection that brings more pings than that
+
+
+@dataclass(frozen=True, slots=True)
+class Pings:
+    """How soon one end of a connection notices that the other has stopped, in seconds.
+
+    While calls run, a connection on which nothing has come for `period_s` is pinged; without an answer within
+    `timeout_s` it counts as lost. A ping waits behind what is being sent: a slow connection that sends for longer than
+    `timeout_s` counts as lost too.
+    """
+
+    period_s: float = 1.0
+    timeout_s: float = 1.5
+
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """Return the options of a channel or a server."""
+        timeout_ms = round(1000 * self.timeout_s)
+        return (
+            ("grpc.keepalive_time_ms", round(1000 * self.period_s)),
+            ("grpc.keepalive_timeout_ms", timeout_ms),
+            ("grpc.http2.ping_timeout_ms", timeout_ms),  # without it a lost answer is noticed after a minute
+            ("grpc.http2.max_pings_without_data", 0),
+        )
+
+
+QUICK_PINGS = Pings()
+PATIENT_PINGS = Pings(10.0, 20.0)  # for large messages over slow connections, and where nothing waits for the news
+MAX_QUICK_BYTES = 64 << 10  # the largest request to send with quick pings: 43 kB a second carry it in time
+
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the time limit of one attempt: a busy server is slow to answer
+    ("grpc.max_reconnect_backoff_ms", 1_000),
 )
-
-# the option is also the time limit of one attempt to connect: a busy server needs more than 100 ms to answer
-CLIENT_OPTIONS = tuple((dict(CHANNEL_OPTIONS) | {"grpc.min_reconnect_backoff_ms": 5_000}).items())
 
 # names that gRPC resolves by itself; their forms are grpc's
 _RESOLVED = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
@@ -48,11 +73,14 @@ def _example(host: str) -> str:
     return f"{place}:50051" if re.fullmatch(r"[\w.-]+", place) else "127.0.0.1:50051"
 
 
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
+def open_channel(
+    address: str, credentials: grpc.ChannelCredentials | None = None, pings: Pings = QUICK_PINGS
+) -> grpc.aio.Channel:
     """Return a channel to one server: with TLS if credentials are given, else in plain text."""
+    options = (*CHANNEL_OPTIONS, *pings.options())
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def is_loopback(address: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Self, Unpack
 
 import grpc
 
-from specdec.channel import open_channel
+from specdec.channel import Pings, open_channel
 from specdec.completion import (
     Completion,
     ServedModel,
@@ -25,7 +25,7 @@ from specdec.completion import (
     session_from_proto,
     status_from_proto,
 )
-from specdec.connection import Connection, Metadata
+from specdec.connection import Connection, Metadata, OpenChannel
 from specdec.errors import InvalidArgumentError
 from specdec.parameters import MAX_UINT32, WholeNumber
 from specdec.reloading_channel import ReloadingChannel
@@ -244,17 +244,21 @@ def _opener(
     credentials: grpc.ChannelCredentials | None,
     channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None,
     tls: TlsFiles | None,
-) -> Callable[[], grpc.aio.Channel]:
+) -> OpenChannel:
     if tls is not None and (credentials is not None or channel is not None):
         raise InvalidArgumentError({"tls": "is given beside credentials or a channel; give one of them"})
     if isinstance(channel, grpc.aio.Channel):
-        return lambda: channel
+        return lambda _: channel
     if channel is not None:
-        return channel
+        return lambda _: channel()
     if tls is None:
-        return lambda: open_channel(address, credentials)
+        return lambda pings: open_channel(address, credentials, pings)
     try:
         files = watched(tls)
     except WatchedError as error:
         raise InvalidArgumentError({"tls": f"is not usable: {error}"}) from None
-    return lambda: ReloadingChannel(files, lambda credentials: open_channel(address, credentials))
+
+    def reloading(pings: Pings) -> grpc.aio.Channel:
+        return ReloadingChannel(files, lambda credentials: open_channel(address, credentials, pings))
+
+    return reloading

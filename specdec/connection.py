@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
+from specdec.channel import MAX_QUICK_BYTES, PATIENT_PINGS, QUICK_PINGS, Pings
 from specdec.completion import Chunk, Transcript, chunk_from_proto
 from specdec.errors import (
     DeadlineExceededError,
@@ -25,6 +26,7 @@ from specdec.tls import handshake_problem
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
+OpenChannel = Callable[[Pings], grpc.aio.Channel]
 Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"  # type only: the stub adapts to the channel
 ChunkCall = (
     grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
@@ -38,13 +40,16 @@ MAX_HANDED_BACK = 16_384  # tokens, 60 kB
 
 
 class Connection:
-    """A channel that opens with the first call, and stays with the event loop of that call."""
+    """Channels that open with the first call, and stay with the event loop of that call.
+
+    A large request has a channel of its own, on which pings have time to come through behind it.
+    """
 
     def __init__(
         self,
         address: str,
         *,
-        open_channel: Callable[[], grpc.aio.Channel],
+        open_channel: OpenChannel,
         closes_channel: bool,
         metadata: Metadata,
         token: Callable[[], str] | None = None,
@@ -58,7 +63,7 @@ class Connection:
         pairs = metadata.items() if isinstance(metadata, Mapping) else metadata
         self._static_metadata = tuple((key.lower(), value) for key, value in pairs)
         self._token = token
-        self._channel: grpc.aio.Channel | None = None
+        self._channels: dict[Pings, grpc.aio.Channel] = {}
         self._policy = policy
         self._connect_timeout_s = connect_timeout_s
         self._on_retry = on_retry
@@ -76,7 +81,7 @@ class Connection:
 
     async def connect(self) -> None:
         """Connect now. Raises UnavailableError at once if no server answers."""
-        channel = self._open_channel()
+        channel = self._channel(QUICK_PINGS)
         state = channel.get_state(try_to_connect=True)
         while state is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
@@ -93,11 +98,11 @@ class Connection:
             raise self._failure(error, self._connect_timeout_s, None) from error
 
     async def close(self) -> None:
-        """End running calls and close the channel, unless it is the caller's."""
+        """End running calls and close the channels, unless they are the caller's."""
         self._is_closed = True
-        if self._channel is not None and self._closes_channel:
-            await self._channel.close()
-        self._channel = None
+        channels, self._channels = self._channels, {}
+        if self._closes_channel:
+            await asyncio.gather(*(channel.close() for channel in channels.values()))
 
     async def follow(
         self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float
@@ -147,10 +152,10 @@ class Connection:
 
     def _call(self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float) -> ChunkCall:
         """Repeat the request until the session is known, then resume it."""
-        stub = self._stub()
         if request and not seen.session_id:
+            stub = self._stub(PATIENT_PINGS if request.ByteSize() > MAX_QUICK_BYTES else QUICK_PINGS)
             return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return stub.Resume(_resumption(seen), timeout=timeout_s, metadata=self._metadata)
+        return self._stub().Resume(_resumption(seen), timeout=timeout_s, metadata=self._metadata)
 
     async def _pause(self, attempts: Attempts, error: grpc.aio.AioRpcError | None, seen: Transcript | None) -> None:
         """Sleep until the next attempt is due. Raises what the caller should see if there is none."""
@@ -188,19 +193,19 @@ class Connection:
             return ModelMismatchError(f"{problem}; give the coordinator's port")
         return failure
 
-    def _stub(self) -> Stub:
-        return generation_pb2_grpc.GenerationServiceStub(self._open_channel())
+    def _stub(self, pings: Pings = QUICK_PINGS) -> Stub:
+        return generation_pb2_grpc.GenerationServiceStub(self._channel(pings))
 
-    def _open_channel(self) -> grpc.aio.Channel:
+    def _channel(self, pings: Pings) -> grpc.aio.Channel:
         if self._is_closed:
             raise RuntimeError("the client is closed; make a new one")
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise RuntimeError("the client belongs to another event loop; make one client for each event loop")
         self._loop = loop
-        if self._channel is None:
-            self._channel = self._open()
-        return self._channel
+        if pings not in self._channels:
+            self._channels[pings] = self._open(pings)
+        return self._channels[pings]
 
     def _raise_if_closed(self) -> None:
         """Distinguish a closed channel from a cancelled call: grpc reports both as cancellation."""

@@ -31,7 +31,7 @@ async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]
     engine = new_engine(settings, model, scorer)
     METRICS.watch(engine)
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine, scorer, info), server.grpc)
-    async with running(engine, server):
+    async with running(engine, server, settings.stalled_s):
         yield
 
 

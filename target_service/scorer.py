@@ -79,6 +79,8 @@ class ScoreTask(Task[Scores]):
             prefix_digest=given.prefix_digest,
             hidden_layers=watch.request.hidden_layers,
             num_observed=watch.window + num_draft_tokens if watch.request.hidden_layers else 0,
+            group=session.group,
+            has_text=given.committed_length > session.num_prompt_tokens,
         )
         self.session = session
         self.round = given
@@ -100,11 +102,13 @@ class ScoreTask(Task[Scores]):
         sampling = self.session.sampling
         if not sampling.has_penalties:
             return [SamplingContext(sampling)] * self.num_positions
-        committed = self.sequence.tokens[: self.round.committed_length]
-        prompt, completion = committed[: self.session.num_prompt_tokens], committed[self.session.num_prompt_tokens :]
-        paths = [path_to(position, self.round.tree) for position in range(self.num_positions)]
+        given, session = self.round, self.session
+        counts = session.counts.update(
+            given.start, self.sequence.tokens, given.committed_length, session.num_prompt_tokens
+        )
+        paths = [path_to(position, given.tree) for position in range(self.num_positions)]
         return [
-            SamplingContext(sampling, prompt, [*completion, *(self.round.draft_tokens[index] for index in path)])
+            SamplingContext(sampling, completion=[given.draft_tokens[index] for index in path], counts=counts)
             for path in paths
         ]
 

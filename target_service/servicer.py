@@ -24,6 +24,8 @@ from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.metrics import METRICS
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
+MAX_STEP_S = 5.0  # a forward that takes longer may hang
+
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """Serves one model."""
@@ -50,6 +52,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def forget(self, session: WorkerSession) -> None:
         """Free a session's cache."""
         self._engine.forget(session.key)
+
+    def leave(self, session: WorkerSession) -> None:
+        """Let a session's cache make room for others: its stream has ended."""
+        self._engine.leave(session.key)
 
     def _check_model(self, fingerprint: str) -> None:
         """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
@@ -136,7 +142,21 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def _load(self) -> types_pb2.Load:
         load = self._engine.load
-        return types_pb2.Load(num_waiting=load.num_waiting, num_running=load.num_running, kv_cache_usage=load.kv_usage)
+        return types_pb2.Load(
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            kv_cache_usage=load.kv_usage,
+            num_resident=load.num_resident,
+            num_without_place=load.num_without_place,
+            num_prompt_tokens=load.num_prompt_tokens,
+            prompt_s=load.prompt_s,
+        )
+
+    def in_progress(self) -> target_pb2.ScoreResponse | None:
+        """Return the message that a round will be answered; None while a forward takes too long to promise it."""
+        if self._engine.is_stalled(MAX_STEP_S):
+            return None
+        return target_pb2.ScoreResponse(in_progress=True, load=self._load())
 
 
 class ScoreRounds(SessionRounds):
@@ -150,6 +170,14 @@ class ScoreRounds(SessionRounds):
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
         """Score one round."""
         return await self._servicer.score(self.session, message, self._request, match=is_first)
+
+    def in_progress(self) -> target_pb2.ScoreResponse | None:
+        """Say that the round will be answered."""
+        return self._servicer.in_progress()
+
+    def leave(self) -> None:
+        """Keep the session's cache only while nobody else needs the room."""
+        self._servicer.leave(self.session)
 
     def forget(self) -> None:
         """Free the session's cache."""

@@ -76,5 +76,5 @@ async def _running_engine(
     """Return an engine that runs until the stack is closed. Raises EngineError for settings that clash."""
     engine = new_engine(settings, model, processor)
     METRICS.watch(engine)
-    await stack.enter_async_context(running(engine, server))
+    await stack.enter_async_context(running(engine, server, settings.stalled_s))
     return engine

@@ -47,6 +47,8 @@ class ProposeTask(Task[Proposal]):
             match=match or bool(begun.tokens),
             prefix_digest=request.prefix_digest,
             on_draft=True,  # the worker's own, ahead of the verdict or accepted
+            group=session.group,
+            has_text=request.committed_length > session.num_prompt_tokens,
         )
         self.session = session
         self.request = request
@@ -80,8 +82,9 @@ class ProposeTask(Task[Proposal]):
         sampling = self.session.sampling
         if not sampling.has_penalties:
             return SamplingContext(sampling)
-        text, num_prompt = self.sequence.tokens, self.session.num_prompt_tokens
-        return SamplingContext(sampling, text[:num_prompt], text[num_prompt:])
+        text, num_committed = self.sequence.tokens, min(self.num_committed, self.sequence.length)
+        counts = self.session.counts.update(self.start, text, num_committed, self.session.num_prompt_tokens)
+        return SamplingContext(sampling, completion=text[num_committed:], counts=counts)
 
     def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
         """Draw a token and continue with it, or finish with the K-th, whose state is not needed.

@@ -1,6 +1,7 @@
 """The KV cache: which sequences hold blocks of the pool, and which are evicted.
 
-Idle sequences stay cached until their blocks are needed; the least recently used one is evicted first.
+Idle sequences stay cached until their blocks are needed; the least recently used one is evicted first. Pinned ones, and
+those of residents (`residency.py`), are not evicted.
 """
 
 from collections.abc import Sequence as Slots
@@ -58,6 +59,15 @@ class KvCache:
         """Return how many blocks `length` tokens take."""
         return -(-length // self._pool.block_tokens)
 
+    def num_blocks_for_one(self, sequence: Sequence) -> int:
+        """Return how many blocks `sequence` could hold: its own, the free ones, and those that can be evicted."""
+        others = sum(self._pool.num_blocks_of(other.key) for other in self._evictable(sequence))
+        return self._pool.num_blocks_of(sequence.key) + self._pool.num_free_blocks + others
+
+    def _evictable(self, sequence: Sequence) -> list[Sequence]:
+        """Return the sequences that make room for `sequence`, least recently used first."""
+        return [other for other in self._holders if other.is_evictable and other is not sequence]
+
     # --- what sequences call: see `sequence.Storage`
 
     def reserve(self, sequence: Sequence, length: int) -> None:
@@ -91,7 +101,7 @@ class KvCache:
         missing = needed - self._pool.num_blocks_of(sequence.key) - self._pool.num_free_blocks
         if missing <= 0:
             return
-        idle = [other for other in self._holders if other.num_pins == 0 and other is not sequence]
+        idle = self._evictable(sequence)
         if sum(self._pool.num_blocks_of(other.key) for other in idle) < missing:
             raise CacheFull(
                 f"the KV cache of {self.num_blocks} blocks has no room for {needed} blocks of one sequence "

@@ -2,18 +2,17 @@
 
 A task's life:
 1. `EngineLoop.run` puts it into the inbox and awaits it on the event loop.
-2. Before the next forward the engine thread takes it up: opens its sequence and calls `prepare`.
-3. Its tokens join the batch: decoding tasks first, then pieces of long prompts up to `prefill_chunk_tokens`.
+2. Once its session has room in the cache the engine thread takes it up: opens its sequence and calls `prepare`.
+3. Its tokens join the batch: rounds first, then pieces of prompts up to `prefill_chunk_tokens`, fewer beside rounds.
 4. When its last token is appended the processor gets the task and its logits, together with all others that are due.
 5. The processor ends it, or gives it more tokens (3.). Its end wakes the awaiting coroutine.
-A task that the cache has no room for waits, first come first served, until others end. When a task fails or is
-cancelled, its sequence is truncated to the length that it had when the task began.
+A session that the cache has no room for waits, first come first served, until others end or had their turn. When a task
+fails or is cancelled, its sequence is truncated to the length that it had when the task began.
 """
 
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty
@@ -27,6 +26,7 @@ from specdec.engine.feed import Feed, ForwardOutput
 from specdec.engine.schedule import Forwards, Schedule
 from specdec.engine.task import Submission, Task
 from specdec.engine.worker_thread import WorkerThread
+from specdec.outside import REAL, Outside
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,9 @@ A task's `hidden_states` are set by then. It runs on the engine thread and ends 
 `Task.proceed`. If it raises, all of them fail."""
 
 
+CHECK_KEY = " check"  # of a sequence; no session's id begins with a space
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How busy the engine is."""
@@ -45,6 +48,10 @@ class Load:
     num_waiting: int
     num_running: int
     kv_usage: float  # 0 to 1
+    num_resident: int = 0  # sessions with a place in the cache
+    num_without_place: int = 0  # of the waiting ones
+    num_prompt_tokens: int = 0  # still to be read
+    prompt_s: float = 0.0  # that reading them takes
 
 
 class EngineLoop(WorkerThread[TaskT]):
@@ -57,6 +64,8 @@ class EngineLoop(WorkerThread[TaskT]):
         *,
         max_batch_tokens: int = 2048,
         prefill_chunk_tokens: int = 256,
+        turn_s: float = 30.0,
+        outside: Outside = REAL,
     ) -> None:
         if not DECODING_TOKENS <= prefill_chunk_tokens <= max_batch_tokens:
             raise EngineError(
@@ -66,9 +75,11 @@ class EngineLoop(WorkerThread[TaskT]):
         super().__init__("engine")
         self._model = model
         self._processor = processor
-        self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens)
+        self._outside = outside
+        self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens, turn_s, outside)
         self._forgotten: set[str] = set()
         self._num_arrived = 0
+        self._num_failed_batches = 0  # of those that the processor got, since the last one that it took
 
     # --- called from anywhere
 
@@ -80,7 +91,7 @@ class EngineLoop(WorkerThread[TaskT]):
         if self._stopping or not self._thread.is_alive():
             raise EngineError("the engine is not running; start it first, or ask another worker")
         self._num_arrived += 1
-        submission: Submission[Any] = Submission(self._num_arrived)
+        submission: Submission[Any] = Submission(self._num_arrived, self._outside.now_s)
         task.submit(submission)
         self._inbox.put(task)
         if self._stopping:  # the thread may have emptied the inbox for the last time
@@ -96,21 +107,47 @@ class EngineLoop(WorkerThread[TaskT]):
         """Free the sequence `key`, once the tasks on it that were run before have ended. Returns at once."""
         self._call(lambda: self._forget(key))
 
+    def leave(self, key: str) -> None:
+        """Let the sequence `key` be evicted for others before it is used again. Returns at once."""
+        self._call(lambda: self._schedule.leave(key))
+
+    async def check(self) -> None:
+        """Run a forward of one token, which counts as any other. Raises EngineError if it fails."""
+        try:
+            await self.run(_Check(CHECK_KEY, 0, [0], 0))  # type: ignore[arg-type]  # no processor gets it
+        finally:
+            self.forget(CHECK_KEY)
+
+    @property
+    def num_failed_forwards(self) -> int:
+        """How many forwards, or how many runs of the processor, have failed since the last one that succeeded."""
+        return max(self._num_failed, self._num_failed_batches)
+
     @property
     def load(self) -> Load:
         """How busy the engine is right now."""
         num_waiting = self._inbox.qsize() + self._schedule.num_waiting
-        return Load(num_waiting, self._schedule.num_running, self._model.cache.usage)
+        queue = self._schedule.queue
+        return Load(
+            num_waiting,
+            self._schedule.num_running,
+            self._model.cache.usage,
+            queue.num_resident,
+            queue.num_without_place,
+            queue.num_prompt_tokens,
+            queue.prompt_s,
+        )
 
     # --- called on the engine thread
 
     def _take_arrivals(self) -> None:
-        """Empty the inbox; without a task, wait until there is something in it."""
+        """Empty the inbox; wait for something in it without a task, or where a forward should wait for it."""
         block = not self._schedule.tasks and not self._stopping
+        hold_s = 0.0 if block or self._stopping else self._schedule.hold_s()
         with contextlib.suppress(Empty):
             while True:
-                arrival = self._inbox.get(block=block)
-                block = False
+                arrival = self._inbox.get(block=block or hold_s > 0, timeout=hold_s or None)
+                block, hold_s = False, 0.0
                 if isinstance(arrival, Task):
                     self._schedule.add(arrival)
                 else:
@@ -138,11 +175,12 @@ class EngineLoop(WorkerThread[TaskT]):
 
     def _close_forgotten(self) -> None:
         for key in self._forgotten - {task.key for task in self._schedule.tasks}:
+            self._schedule.forget(key)
             self._model.cache.open(key).close()
             self._forgotten.discard(key)
 
     def _forward(self, batch: list[tuple[TaskT, Feed]]) -> None:
-        began_s = time.perf_counter()
+        began_s = self._outside.now_s()
         try:
             output = self._model.forward([feed for _, feed in batch])
             _synchronize(output)
@@ -151,11 +189,12 @@ class EngineLoop(WorkerThread[TaskT]):
             self._fail([task for task, _ in batch], "the forward", error)
             return
         self._num_failed = 0
-        forward_s = time.perf_counter() - began_s
+        forward_s = self._outside.now_s() - began_s
+        self._schedule.note_forward(forward_s)
         for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s
             task.note_fed(feed, hidden_states)
-        due = [task for task, _ in batch if not task.tokens]
+        due = [task for task, _ in batch if not task.tokens and not _is_check(task)]
         if due:
             self._process(due, output.logits)
 
@@ -163,7 +202,9 @@ class EngineLoop(WorkerThread[TaskT]):
         try:
             with torch.inference_mode():
                 self._processor(due, logits)
+            self._num_failed_batches = 0
         except Exception as error:
+            self._num_failed_batches += 1
             self._fail([task for task in due if not task.done], "the processor", error)
         for task in due:
             self._check_processed(task)
@@ -195,6 +236,17 @@ class EngineLoop(WorkerThread[TaskT]):
         for task in self._schedule.tasks:
             task.fail(EngineError("the engine stopped before the task was done"))
         self._deliver_ends()
+
+
+class _Check(Task[None]):
+    """Ends as soon as its forward has succeeded."""
+
+
+def _is_check(task: Task[Any]) -> bool:
+    """End a check; return whether it is one."""
+    if isinstance(task, _Check):
+        task.finish(None)
+    return isinstance(task, _Check)
 
 
 def _synchronize(output: ForwardOutput) -> None:

@@ -50,6 +50,7 @@ class Sequence:
     def __init__(self, storage: Storage, key: str) -> None:
         self.key = key
         self.num_pins = 0
+        self.is_resident = False  # keeps its blocks between rounds
         self._storage = storage
         self._tokens = array("I")
         self._chain = PrefixChain()  # over the tokens
@@ -84,6 +85,11 @@ class Sequence:
     def num_linear(self) -> int:
         """Tokens at the beginning that form one text: up to the pending tree's first branch."""
         return self.length - len(self._parents) + chain_length(self._parents)
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it makes room for others."""
+        return self.num_pins == 0 and not self.is_resident
 
     @property
     def is_branched(self) -> bool:

@@ -7,7 +7,7 @@ WAITING ──▶ RUNNING ──▶ ENDED        a task that fails or is cancell
 """
 
 import asyncio
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Generic, TypeVar
@@ -17,6 +17,7 @@ import torch
 from specdec.engine.errors import EngineError
 from specdec.engine.feed import Feed
 from specdec.engine.sequence import Sequence
+from specdec.outside import REAL
 
 ResultT = TypeVar("ResultT")
 
@@ -47,8 +48,9 @@ class Task(Generic[ResultT]):
     committed, the others are a round's draft: by default all are committed, but for the tree. `match` keeps any cached
     tokens after `start` that are the same; with `on_draft`, `start` may lie within a draft that is cached, where an
     error costs only speed. `prefix_digest` is what the cached tokens before `start` must have (exact/prefix.py). With
-    `hidden_layers`, `hidden_states` holds the states of the last
-    `num_observed` tokens when the rows are due, fewer where fewer were fed.
+    `hidden_layers`, `hidden_states` holds the states of the last `num_observed` tokens when the rows are due, fewer
+    where fewer were fed. Groups share prefill fairly; a session that `has_text` already is admitted to a full cache
+    before new ones.
 
     Subclass it to add what the processor needs. When the rows are due the processor gets the task and its logits; it
     ends the task (`finish`, `fail`) or lets it go on (`proceed`). Everything but the constructor runs on the engine
@@ -71,6 +73,8 @@ class Task(Generic[ResultT]):
         prefix_digest: bytes | None = None,
         hidden_layers: tuple[int, ...] = (),
         num_observed: int = 0,
+        group: str = "",
+        has_text: bool = False,
     ) -> None:
         self.key = key
         self.start = start
@@ -83,9 +87,12 @@ class Task(Generic[ResultT]):
         self.prefix_digest = prefix_digest
         self.hidden_layers = hidden_layers
         self.num_observed = num_observed
+        self.group = group
+        self.has_text = has_text
         self.hidden_states: torch.Tensor | None = None  # [num_observed, len(hidden_layers), hidden_size]
         self.timings = TaskTimes()
         self.state = TaskState.NEW
+        self.has_proceeded = False  # all that it began with was fed
         self._observed: list[torch.Tensor] = []
         self._first_claim = (tuple(tokens), num_rows, parents)
         self._submission: Submission[ResultT] | None = None
@@ -105,6 +112,17 @@ class Task(Generic[ResultT]):
     def num_together(self) -> int:
         """How many of the last tokens must be in one forward."""
         return max(self.num_rows, len(self.parents))
+
+    @property
+    def total_length(self) -> int:
+        """Tokens of the sequence once those that the task has now are appended."""
+        if self.state is TaskState.SUSPENDED:
+            return max(self.start + len(self._first_claim[0]), self.sequence.length + len(self.tokens))
+        return self.start + len(self._first_claim[0])
+
+    def is_missed_by(self, sequence: Sequence) -> bool:
+        """Whether `sequence` lacks tokens before `start`, so that preparing raises CacheMiss."""
+        return self.state is TaskState.WAITING and self.start > sequence.length
 
     def submit(self, submission: "Submission[ResultT]") -> None:
         """Enter a loop; a task runs once."""
@@ -132,6 +150,7 @@ class Task(Generic[ResultT]):
 
     def proceed(self, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:
         """Append `tokens` next, instead of ending."""
+        self.has_proceeded = True
         self.tokens, self.num_rows, self.parents = tokens, num_rows, parents
 
     def finish(self, result: ResultT) -> None:
@@ -144,7 +163,7 @@ class Task(Generic[ResultT]):
 
     def _end(self, result: ResultT | None, error: BaseException | None) -> None:
         if self._submission is not None and not self._submission.has_outcome:
-            self.timings.total_s = time.perf_counter() - self._submission.arrived_s
+            self.timings.total_s = self._submission.age_s
             self._submission.decide(result, error)
 
     # --- what the loop calls
@@ -153,6 +172,7 @@ class Task(Generic[ResultT]):
         """Go back to the tokens that the task was made with."""
         tokens, self.num_rows, self.parents = self._first_claim
         self.tokens = list(tokens)
+        self.has_proceeded = False
         self._observed = []
 
     def next_feed(self, num_tokens: int) -> Feed:
@@ -183,15 +203,21 @@ class Task(Generic[ResultT]):
 class Submission(Generic[ResultT]):
     """What the loop remembers of a task: who awaits it, and its outcome."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, now_s: Callable[[], float] = REAL.now_s) -> None:
         self.number = number  # in order of arrival
-        self.arrived_s = time.perf_counter()
+        self.arrived_s = now_s()
+        self._now_s = now_s
         self.event_loop = asyncio.get_running_loop()
         self.future: asyncio.Future[ResultT] = self.event_loop.create_future()
         self.abandoned = False  # no coroutine awaits it any more
         self.has_outcome = False
         self.result: Any = None
         self.error: BaseException | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it arrived."""
+        return self._now_s() - self.arrived_s
 
     def decide(self, result: ResultT | None, error: BaseException | None) -> None:
         """Set the outcome."""

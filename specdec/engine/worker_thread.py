@@ -48,6 +48,9 @@ class WorkerThread(ABC, Generic[ArrivalT]):
         """How many forwards have failed since the last one that succeeded."""
         return self._num_failed
 
+    async def check(self) -> None:
+        """Do a little work, to see whether it still fails."""
+
     def is_stalled(self, max_age_s: float) -> bool:
         """Whether work makes no progress: a step takes longer than `max_age_s`, or the thread has ended."""
         return self.last_step_age_s > max_age_s or not self._thread.is_alive()

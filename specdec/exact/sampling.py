@@ -16,11 +16,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from specdec.exact.token_counts import TokenCounts
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 
 NEUTRAL = SamplingParams()
 CHUNK_TOKENS = 128  # divides the vocabularies of large models
+DENSE_FRACTION = 16  # where more than one in so many tokens was seen, whole rows are penalised faster
 NUCLEUS_TOKENS = 256  # most nuclei are smaller; only the others cost a sort of whole rows
 
 
@@ -31,6 +33,7 @@ class SamplingContext:
     sampling: SamplingParams
     prompt: Sequence[int] = ()  # only read where there are penalties
     completion: Sequence[int] = ()  # committed completion, then the draft tokens before this row
+    counts: TokenCounts | None = None  # of the text before `completion`, instead of `prompt`
 
 
 def next_token_distributions(
@@ -83,7 +86,7 @@ def drop_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def add_bias_and_penalties(logits: torch.Tensor, contexts: Sequence[SamplingContext]) -> torch.Tensor:
-    """Change the logits of the few tokens that a session biases or has seen; rows without either are untouched."""
+    """Change the logits of the tokens that a session biases or has seen; rows without either are untouched."""
     touched = [index for index, c in enumerate(contexts) if c.sampling.logit_bias or c.sampling.has_penalties]
     if not touched:
         return logits
@@ -99,17 +102,41 @@ def add_bias_and_penalties(logits: torch.Tensor, contexts: Sequence[SamplingCont
 
 
 def _penalise(logits: torch.Tensor, context: SamplingContext) -> None:
-    """Penalise in place, logits [V]."""
-    sampling = context.sampling
-    counts = Counter(context.completion)
-    seen = torch.tensor(sorted(counts.keys() | set(context.prompt)), dtype=torch.long, device=logits.device)
-    values = logits[seen]
+    """Penalise in place, logits [V]: first by what was counted, then the tokens after that again, from the start."""
+    counts, drafted = context.counts, context.completion
+    if counts is None:
+        text = [*context.prompt, *context.completion]
+        counts, drafted = TokenCounts().update(0, text, len(text), len(context.prompt)), ()
+    more = Counter(drafted)
+    drafted_ids = np.array(list(more), np.int64)
+    again = logits[torch.from_numpy(drafted_ids).to(logits.device)]
+    if DENSE_FRACTION * counts.num_distinct > len(logits):
+        logits.copy_(_penalised(logits, context.sampling, *map(torch.from_numpy, counts.arrays(len(logits)))))
+    else:
+        ids, *times = map(torch.from_numpy, counts.counted())
+        _put(logits, ids, _penalised(logits[ids.to(logits.device)], context.sampling, *times))
+    if more:
+        added = torch.tensor(list(more.values()))
+        times = [torch.from_numpy(each) + added for each in counts.times_of(drafted_ids)]
+        _put(logits, torch.from_numpy(drafted_ids), _penalised(again, context.sampling, *times))
+
+
+def _put(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
+    logits[ids.to(logits.device)] = values
+
+
+def _penalised(
+    logits: torch.Tensor, sampling: SamplingParams, times: torch.Tensor, completion_times: torch.Tensor
+) -> torch.Tensor:
+    """Return logits [N] of tokens that were seen so many times [N], and in the completion so many [N]."""
+    times, completion_times = times.to(logits.device), completion_times.to(logits.device)
     penalty = sampling.repetition_penalty
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if counts:
-        ids = torch.tensor(list(counts), device=logits.device)
-        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        logits[ids] -= sampling.presence_penalty + sampling.frequency_penalty * times
+    if penalty != 1:
+        logits = torch.where(times > 0, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        subtracted = sampling.presence_penalty + sampling.frequency_penalty * completion_times
+        logits = logits - torch.where(completion_times > 0, subtracted, 0.0)
+    return logits
 
 
 def scaled_softmax(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

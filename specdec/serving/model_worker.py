@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,10 +31,9 @@ from specdec.serving.telemetry import get_logger
 from specdec.serving.tokenizer import fingerprint, is_here, load_tokenizer, num_token_ids, tokenizer_folder
 from specdec.types import ModelInfo
 
-STALLED_S = 60.0  # no forward that we allow takes as long; a device that hangs does
-EXIT_AFTER_STALL_FACTOR = 5.0  # times as long: the process ends, and its supervisor starts another
+EXIT_AFTER_STALL_FACTOR = 2.0  # times as long as a stall: the process ends, and its supervisor starts another
 MAX_FAILED_FORWARDS = 8  # in a row: a device in such a state does not recover within the process
-WATCH_S = 1.0
+WATCH_S = 0.25
 
 
 async def load_model(
@@ -116,6 +115,7 @@ def new_engine(settings: ModelSettings, model: LanguageModel, processor: Process
         processor,
         max_batch_tokens=settings.max_batch_tokens,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
+        turn_s=settings.cache_turn_s,
     )
 
 
@@ -127,15 +127,17 @@ class Watched(Protocol):
     @property
     def num_failed_forwards(self) -> int: ...
     def is_stalled(self, max_age_s: float) -> bool: ...
+    async def check(self) -> None: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...
 
 
 @asynccontextmanager
-async def running(
-    engine: Watched, server: Server, stalled_s: float = STALLED_S, watch_s: float = WATCH_S
-) -> AsyncIterator[None]:
-    """Run the engine; while it makes no progress the server is not ready."""
+async def running(engine: Watched, server: Server, stalled_s: float, watch_s: float = WATCH_S) -> AsyncIterator[None]:
+    """Run the engine. While a forward takes longer than `stalled_s` the server is not ready.
+
+    The server fails, and with it the process, if the engine has ended, hangs for longer still, or fails each time.
+    """
     engine.start()
     try:
         async with supervised(server, "engine watch", _watch(engine, server, stalled_s, watch_s)):
@@ -147,19 +149,30 @@ async def running(
 
 
 async def _watch(engine: Watched, server: Server, stalled_s: float, watch_s: float) -> None:
-    was_stalled = False
+    was_well = True
     while True:
         await asyncio.sleep(watch_s)
-        stalled = engine.is_stalled(stalled_s)
-        if stalled != was_stalled:
-            get_logger().error("engine_stalled", stalled=stalled, step_age_s=engine.last_step_age_s)
-            await server.set_ready(not stalled)
-        was_stalled = stalled
+        is_well = not engine.is_stalled(stalled_s) and await _passes_check(engine, stalled_s)
+        if is_well != was_well:
+            facts = {"step_age_s": engine.last_step_age_s, "num_failed_forwards": engine.num_failed_forwards}
+            get_logger().error("engine_state", is_well=is_well, **facts)
+            await server.set_ready(is_well)
+        was_well = is_well
         if engine.is_stalled(EXIT_AFTER_STALL_FACTOR * stalled_s):
             server.fail("the engine has stopped, or hangs; the log has the cause, a new process the remedy")
         if engine.num_failed_forwards >= MAX_FAILED_FORWARDS:
             problem = f"the last {engine.num_failed_forwards} forwards have failed"
             server.fail(f"{problem}; the log has the cause, a new process the remedy")
+
+
+async def _passes_check(engine: Watched, limit_s: float) -> bool:
+    """Return whether the engine works, after a forward has failed: it may have been the fault of one session."""
+    num_failed = engine.num_failed_forwards
+    if num_failed:
+        with suppress(EngineError, TimeoutError):  # what counts is whether another one has failed
+            async with asyncio.timeout(limit_s):
+                await engine.check()
+    return engine.num_failed_forwards <= num_failed
 
 
 async def run_task(engine: EngineLoop[Any], task: Task[Any]) -> Any:

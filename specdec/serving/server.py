@@ -1,7 +1,7 @@
 """Servers: TLS, the gate, health, reflection, errors to status codes, limits, drain.
 
 A server's life: listen (health "" SERVING, its services NOT_SERVING, every call UNAVAILABLE), load, ready, then at
-SIGTERM: not serving, drain, close.
+SIGTERM: not serving, drain, close. A server that fails does not drain: its callers go on elsewhere at once.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from specdec.channel import MAX_MESSAGE_BYTES
+from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.serving.background import leave
 from specdec.serving.security.gate import Gate, gate_of
@@ -35,10 +35,9 @@ _SERVER_OPTIONS = (
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     # the limit above alone refuses by chance what is a little larger
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * MIN_PING_PERIOD_S)),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    *PATIENT_PINGS.options(),
     # clients look for new servers only when a connection ends; running streams get an hour
     ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_connection_age_grace_ms", 3_600_000),
@@ -184,12 +183,19 @@ class Server:
 
     async def set_ready(self, ready: bool) -> None:
         """Let calls in, or keep new ones out."""
+        ready = ready and not self.failure.done()
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         self._statuses.ready = ready
         await self._health.set(self._service, status)
 
+    @property
+    def drain_s(self) -> float:
+        """Seconds that running calls get to end."""
+        return 0.0 if self.failure.done() else self._settings.drain_s
+
     def fail(self, reason: str) -> None:
-        """End the process with an error: what serves cannot be mended from inside."""
+        """End the process with an error, from now on without new calls: what serves cannot be mended from inside."""
+        self._statuses.ready = False
         if not self.failure.done():
             self.failure.set_result(reason)
 
@@ -197,7 +203,7 @@ class Server:
         """Refuse new calls, let running ones end within the drain time, close."""
         self._statuses.ready = False
         await self._health.enter_graceful_shutdown()
-        await self.grpc.stop(self._settings.drain_s)
+        await self.grpc.stop(self.drain_s)
 
     async def close(self) -> None:
         """Close all ports, now."""
@@ -242,7 +248,7 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
             await server.set_ready(True)
             get_logger().info("ready", port=server.port)
             yield server
-            get_logger().info("draining", drain_s=settings.drain_s)
+            get_logger().info("draining", drain_s=server.drain_s)
             await server.stop()
     finally:
         await server.close()

@@ -10,8 +10,8 @@ new stream. So a session's latest stream to a drafter, or to the target, is its 
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,6 +20,7 @@ from google.protobuf.message import Message
 
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, UnavailableError
+from specdec.exact.token_counts import TokenCounts
 from specdec.serving.telemetry import get_logger
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
@@ -27,6 +28,7 @@ from specdec.v1 import types_pb2
 MAX_SESSION_ID_CHARACTERS = 128
 MAX_INCARNATION_CHARACTERS = 64
 MAX_EPOCH = 1 << 32  # a store counts takeovers one by one: nobody comes here, and nobody is locked out by a higher one
+IN_PROGRESS_S = 2.0  # between two messages that a round is still to be answered
 MAX_REMEMBERED_SESSIONS = 100_000  # some 20 MB; the least recent is forgotten first
 
 
@@ -40,11 +42,17 @@ class WorkerSession:
     num_prompt_tokens: int
     target: str = ""  # fingerprint of the model that the text belongs to, as far as the worker is told
     incarnation: str = ""  # which session of that id; empty: not recorded
+    counts: TokenCounts = field(default_factory=TokenCounts, compare=False)  # of its text, on the thread of the model
 
     @property
     def key(self) -> str:
         """What the worker holds of the session goes by this name: two sessions of one id share nothing."""
         return f"{self.incarnation}/{self.session_id}" if self.incarnation else self.session_id
+
+    @property
+    def group(self) -> str:
+        """What shares this worker as one: the tenant's hash in the session's id; empty where there are no tenants."""
+        return self.session_id.rpartition(".")[0]
 
     @property
     def seed(self) -> int:
@@ -160,6 +168,10 @@ class SessionRounds(ABC):
         Only a stream's first round may find tokens in the cache that the stream did not send: those of the one before.
         """
 
+    def in_progress(self) -> Message | None:
+        """Return what to send while a round takes long; None for nothing."""
+        return None
+
     def answered(self) -> None:  # noqa: B027  # optional
         """Use the time until the next round. Returns at once."""
 
@@ -200,7 +212,7 @@ async def _answer_rounds(
     async for message in stream.rounds():
         async with claim.turn:
             claim.check()
-            answer = await rounds.answer(message, is_first=stream.num_rounds == 0)
+            answer = await _answered(rounds, rounds.answer(message, is_first=stream.num_rounds == 0), write)
         await write(answer)
         stream.num_rounds += 1
         claim.check()  # a write to a coordinator that hangs may outlast its ownership
@@ -208,6 +220,22 @@ async def _answer_rounds(
     if stream.closed:
         claim.check()
         rounds.forget()
+
+
+async def _answered(
+    rounds: SessionRounds, answer: Coroutine[Any, Any, Message], write: Callable[[Message], Awaitable[None]]
+) -> Message:
+    """Return the answer; until then tell the coordinator every few seconds that there will be one."""
+    answering = asyncio.ensure_future(answer)
+    try:
+        while not (await asyncio.wait([answering], timeout=IN_PROGRESS_S))[0]:
+            if (message := rounds.in_progress()) is not None:
+                await write(message)
+        return answering.result()
+    finally:
+        if not answering.done():
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
 
 
 def _log_end(stream: SessionStream, rounds: SessionRounds) -> None:

@@ -136,7 +136,13 @@ class ModelSettings(ServiceSettings):
     num_threads: int = Field(1, ge=1, le=1024, description="threads of a forward on the CPU")
     max_batch_tokens: int = Field(2048, ge=1, description="maximum number of tokens in a forward")
     prefill_chunk_tokens: int = Field(
-        512, ge=1, description="maximum number of tokens of one session's prompt in a forward"
+        512, ge=1, description="maximum number of prompt tokens in a forward; beside rounds time limits them too"
+    )
+    cache_turn_s: float = Field(
+        30.0, gt=0, description="seconds that a session keeps its place in a full KV cache while others wait for one"
+    )
+    stalled_s: float = Field(
+        60.0, gt=0, description="seconds after which a forward counts as stuck; after twice as long the worker ends"
     )
 
 

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator.pool.resolving import resolver
+from coordinator.pool.watching import watching
+from coordinator.streams import SessionOpening
+from coordinator.target import TargetWorkers, target_watch
 from specdec import AsyncClient, SamplingParams, SessionStatus, SpeculationParams
 from specdec.engine import LanguageModel
+from specdec.exact.values import Proposal
+from specdec.serving import session_stream
+from specdec.serving.channels import open_worker_channel
 from specdec.types import FinishReason
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer, serving_coordinator, serving_target
@@ -89,6 +96,24 @@ async def test_cancelling_stops_a_long_prefill(
         await until(lambda: kv_usage() == 0)
         assert forwards.num_begun == 1, "the second half of the prompt is not read"
         await stream.cancel()
+
+
+async def test_a_worker_says_that_a_round_is_in_progress(
+    target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_stream, "IN_PROGRESS_S", 0.01)
+    forwards = SlowForwards(monkeypatch)
+    async with watching(target_watch(resolver(target[0]), open_worker_channel)) as pool:
+        workers = TargetWorkers(pool, timeout_s=20, patience_s=0)
+        scorer = workers.open(
+            SessionOpening("slow", 1, SamplingParams(seed=1), len(PROMPT), lambda length: b""), VOCAB_SIZE
+        )
+        scoring = asyncio.ensure_future(scorer.score(PROMPT, Proposal()))
+        await until(lambda: workers.loads.load.prompt_s > 0 or workers.loads.load.num_resident)
+        assert not scoring.done()
+        forwards.open()
+        assert (await scoring).scores.positions
+        await scorer.close()
 
 
 async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,13 @@ import pytest_asyncio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from coordinator.draft import DraftWorkers
+from coordinator.draft import draft_watch
+from coordinator.pool.resolving import resolver
+from coordinator.pool.watching import watching
 from specdec import AsyncClient, SamplingParams, SpeculationParams
-from specdec.channel import open_channel
-from specdec.errors import UnavailableError
 from specdec.messages import model_to_proto
+from specdec.retry import RetryPolicy
+from specdec.serving.channels import open_worker_channel
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, types_pb2
 from tests.support.architectures import VOCAB_SIZE, build
@@ -174,6 +176,12 @@ async def served(
         yield running
 
 
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each session asks the worker, however it answered the ones before."""
+    monkeypatch.setattr("coordinator.pool.breaker.TRIALS", RetryPolicy(first_s=0.0))
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[str, tuple[int, ...]]:
     """The text of plain decoding, once it is known."""
@@ -225,6 +233,6 @@ def test_fifty_ways_are_tried() -> None:
 async def test_draft_worker_that_describes_no_drafter_counts_as_away(drafters: list[draft_pb2.Drafter]) -> None:
     worker = NonsenseWorker()
     worker.description = draft_pb2.GetDraftResponse(drafters=drafters)
-    async with serve(worker) as address, open_channel(address) as channel:
-        with pytest.raises(UnavailableError, match="offers no drafter"):
-            await DraftWorkers(channel, 10.0).describe()
+    async with serve(worker) as address, watching(draft_watch(resolver(address), open_worker_channel)) as pool:
+        assert not pool.descriptions
+        assert not pool.is_available

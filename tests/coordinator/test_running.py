@@ -59,6 +59,42 @@ async def undisturbed() -> list[int]:
 # ---- following
 
 
+async def test_a_session_pauses_for_slow_readers(
+    coordinator: ToyCoordinator, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.running.MAX_UNREAD_TOKENS", 3)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        tokens = tokens_of((await anext(chunks))[0])
+        for _ in range(2000):
+            await asyncio.sleep(0)
+        assert len(await coordinator.stored("s")) < LENGTH, "nobody reads"
+        tokens += [token async for chunk, _ in chunks for token in tokens_of(chunk)]
+    assert tokens == undisturbed
+
+
+async def test_one_fast_reader_is_enough(
+    coordinator: ToyCoordinator, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.running.MAX_UNREAD_TOKENS", 3)
+    async with aclosing(coordinator.follow("s", 0, b"")) as slow:
+        tokens = tokens_of((await anext(slow))[0])
+        assert await coordinator.tokens("s") == undisturbed
+        tokens += [token async for chunk, _ in slow for token in tokens_of(chunk)]
+    assert tokens == undisturbed
+
+
+async def test_a_paused_session_can_be_cancelled(coordinator: ToyCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.running.MAX_UNREAD_TOKENS", 3)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        await anext(chunks)
+        for _ in range(2000):
+            await asyncio.sleep(0)
+        assert await coordinator.cancel("s") is Status.CANCELLED
+        endings = [ending async for _, ending in chunks]
+    assert endings[-1]
+    assert endings[-1].reason is FinishReason.CANCELLED
+
+
 async def test_a_follower_gets_what_is_committed(coordinator: ToyCoordinator) -> None:
     chunks = [entry async for entry in coordinator.follow("s", 0, b"")]
     tokens = [token for chunk, _ in chunks for token in tokens_of(chunk)]

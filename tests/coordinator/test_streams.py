@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -11,17 +12,18 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator.pool.resolving import resolver
+from coordinator.pool.watching import watching
 from coordinator.streams import SessionOpening
-from coordinator.target import TargetWorkers
-from specdec.channel import open_channel
+from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
 from specdec.exact.values import Proposal
 from specdec.retry import RetryPolicy
-from specdec.serving.channels import SESSION_METADATA_KEY
+from specdec.serving.channels import open_worker_channel
 from specdec.serving.model_worker import MAX_FAILED_FORWARDS
 from specdec.serving.server import Server, serving
 from specdec.types import SamplingParams
-from specdec.v1 import target_pb2, target_pb2_grpc
+from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.settings import TargetSettings
 
 SESSION = SessionOpening("session", 3, SamplingParams(seed=1), 2, lambda length: f"digest of {length}".encode())
@@ -33,21 +35,22 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, *scripts: Callable[[Any, Any], Awaitable[None]]) -> None:
         self._scripts = list(scripts)
+        self.model = types_pb2.ModelInfo(
+            name="scripted", tokenizer_fingerprint="words", vocab_size=10, context_length=1000
+        )
         self.requests: list[tuple[int, list[int]]] = []  # start and tokens of each request
         self.digests: list[bytes] = []  # of each request
         self.num_streams = 0
-        self.routes: list[str] = []  # of each stream
 
     async def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
-        """Answer with an empty description."""
-        return target_pb2.GetTargetResponse()
+        """Answer with the description."""
+        return target_pb2.GetTargetResponse(model=self.model)
 
     async def Score(  # type: ignore[override]  # writes by itself
         self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any
     ) -> None:
         """Run the next script."""
         self.num_streams += 1
-        self.routes.append(dict(context.invocation_metadata())[SESSION_METADATA_KEY])
         if self._scripts:
             await self._scripts.pop(0)(requests, context)
             return
@@ -66,8 +69,18 @@ def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> tar
 
 
 @asynccontextmanager
-async def served(servicer: Scripted, patience_s: float = 10) -> AsyncIterator[TargetWorkers]:
-    """Serve it; give the coordinator's client of it."""
+async def served(*servicers: Scripted, patience_s: float = 10, timeout_s: float = 10) -> AsyncIterator[TargetWorkers]:
+    """Serve each as a worker; give the coordinator's client of them."""
+    async with AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(serving_one(servicer)) for servicer in servicers]
+        name = "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports)
+        pool = await stack.enter_async_context(watching(target_watch(resolver(name), open_worker_channel)))
+        yield TargetWorkers(pool, timeout_s, patience_s)
+
+
+@asynccontextmanager
+async def serving_one(servicer: Scripted) -> AsyncIterator[int]:
+    """Serve it; give its port."""
 
     @asynccontextmanager
     async def build(server: Server) -> AsyncIterator[None]:
@@ -75,12 +88,8 @@ async def served(servicer: Scripted, patience_s: float = 10) -> AsyncIterator[Ta
         yield
 
     settings = TargetSettings(model="none", port=0, drain_s=0)
-    async with (
-        serving(settings, "specdec.v1.TargetService", build) as server,
-        open_channel(f"127.0.0.1:{server.port}") as channel,
-    ):
-        await channel.channel_ready()
-        yield TargetWorkers(channel, timeout_s=10, patience_s=patience_s)
+    async with serving(settings, "specdec.v1.TargetService", build) as server:
+        yield server.port
 
 
 async def refuse_as_fenced(requests: Any, context: Any) -> None:
@@ -100,6 +109,17 @@ async def break_after_one_answer(requests: Any, context: Any) -> None:
     """Answer once, then fail."""
     await end_after_one_answer(requests, context)
     await context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+
+
+async def answer_late(requests: Any, context: Any) -> None:
+    """Say often that the round is in progress, for longer than the time-out, then answer."""
+    async for request in requests:
+        if request.HasField("score"):
+            load = types_pb2.Load(num_without_place=3, num_resident=1)
+            for _ in range(10):
+                await context.write(target_pb2.ScoreResponse(in_progress=True, load=load))
+                await asyncio.sleep(0.05)
+            await context.write(well_answered(request.score))
 
 
 async def answer_nonsense(requests: Any, context: Any) -> None:
@@ -130,9 +150,11 @@ async def test_a_refusal_at_open_keeps_its_status() -> None:
 
 async def test_a_worker_that_describes_no_model_counts_as_away() -> None:
     """Its empty description is a valid message."""
-    async with served(Scripted()) as workers:
-        with pytest.raises(UnavailableError, match="describes no model"):
-            await workers.describe()
+    servicer = Scripted()
+    servicer.model.Clear()
+    async with served(servicer) as workers:
+        assert not workers.pool.descriptions
+        assert not workers.pool.is_available
 
 
 async def test_each_round_proves_what_it_builds_on() -> None:
@@ -199,8 +221,8 @@ async def test_rounds_send_only_newly_committed_tokens() -> None:
 
 
 async def test_scoring_fails_when_patience_ends() -> None:
-    async with open_channel("127.0.0.1:1") as channel:
-        scorer = TargetWorkers(channel, timeout_s=1, patience_s=0).open(SESSION, 10)
+    async with served(patience_s=0) as workers:
+        scorer = workers.open(SESSION, 10)
         with pytest.raises(UnavailableError, match="no target worker has served this round for 0 s; the session"):
             await scorer.score([1, 2], Proposal())
 
@@ -220,12 +242,14 @@ async def refuse_as_too_long(requests: Any, context: Any) -> None:
 
 
 async def test_rounds_that_fail_inside_a_worker_go_to_another() -> None:
-    servicer = Scripted(*[fail_inside] * 3)
-    async with served(servicer) as workers:
-        scorer = workers.open(SESSION, 10)
-        await scorer.score([1, 2], Proposal())
-        await scorer.score([1, 2, 7], Proposal())
-    assert servicer.routes == ["session", "session", "session#1", "session#2"]
+    sick, well = Scripted(*[fail_inside] * 100), Scripted()
+    async with served(sick, well) as workers:
+        for number in range(10):
+            scorer = workers.open(replace(SESSION, session_id=f"session {number}"), 10)
+            await scorer.score([1, 2], Proposal())
+            await scorer.score([1, 2, 7], Proposal())
+    assert sick.num_streams <= 1, "the others do not try it in turn"
+    assert well.num_streams == 10
 
 
 async def test_a_round_that_always_fails_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +263,12 @@ async def test_a_round_that_always_fails_ends_with_its_error(monkeypatch: pytest
 
 
 async def test_texts_too_long_for_one_worker_go_to_another() -> None:
-    servicer, noticed = Scripted(refuse_as_too_long), asyncio.Event()
-    async with served(servicer) as workers:
-        scorer = workers.open(SESSION, 10, on_mismatch=noticed.set)
-        await scorer.score([1, 2], Proposal())
-    assert servicer.routes == ["session", "session#1"]
+    short, long, noticed = Scripted(*[refuse_as_too_long] * 100), Scripted(), asyncio.Event()
+    async with served(short, long) as workers:
+        for number in range(8):
+            scorer = workers.open(replace(SESSION, session_id=f"{number}"), 10, on_mismatch=noticed.set)
+            await scorer.score([1, 2], Proposal())
+    assert 1 <= short.num_streams < 8
     assert noticed.is_set(), "the coordinator asks which models are served"
 
 
@@ -271,3 +296,14 @@ async def test_worker_phases_are_measured() -> None:
     async with served(Scripted(answer_with_times)) as workers:
         await workers.open(SESSION, 10).score([1, 2], Proposal())
     assert (seconds("score_queue"), seconds("score_forward")) == (before[0], before[1] + 0.25)
+
+
+async def test_a_round_in_progress_does_not_time_out() -> None:
+    servicer = Scripted(answer_late)
+    async with served(servicer, timeout_s=0.3) as workers:
+        scorer = workers.open(SESSION, 10)
+        scored = await scorer.score([1, 2], Proposal())
+        assert scored.scores.positions[0].tail_token == 7
+        assert servicer.num_streams == 1
+        assert workers.loads.load.num_without_place > 0, "coordinators learn how many wait"
+        scorer.abandon()

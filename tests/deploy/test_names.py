@@ -1,16 +1,23 @@
 """Names of Services: what gRPC asks of the cluster's DNS, and what it need not ask."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from coordinator.pool.watching import watching
+from coordinator.target import target_watch
 from specdec.serving.channels import open_worker_channel
+from specdec.serving.server import Server, serving
+from specdec.v1 import target_pb2, target_pb2_grpc
+from target_service.settings import TargetSettings
 from tests.support.dns_server import dns_server
 from tests.support.manifests import OVERLAYS, containers, environment, named, render
+from tests.support.redis_server import free_port
 
 NAME = "target.specdec.svc.cluster.local"
 SERVICE = "specdec.v1.TargetService"
@@ -52,40 +59,54 @@ def test_a_name_without_an_end_asks_search_domains(address: str) -> None:
     assert {(f"{NAME}.specdec.svc.cluster.local", kind) for kind in ("A", "AAAA")} < set(asked)
 
 
-class Worker:
-    """A server that listens, as a worker does while it loads; `become_ready` is the end of that."""
+class Listed(target_pb2_grpc.TargetServiceServicer):
+    """A target worker without a model."""
 
-    def __init__(self) -> None:
-        self._health = health.aio.HealthServicer()
-        self._server = grpc.aio.server()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self.port = self._server.add_insecure_port("127.0.0.1:0")
+    async def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
+        """Answer with an empty description."""
+        return target_pb2.GetTargetResponse()
 
-    async def start(self) -> None:
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self._server.start()
+    def Score(self, requests: object, context: object) -> AsyncIterator[target_pb2.ScoreResponse]:
+        """Refuse: no test here scores."""
+        raise NotImplementedError
 
-    async def become_ready(self) -> None:
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
 
-    async def stop(self) -> None:
-        await self._server.stop(0)
+@asynccontextmanager
+async def loading_worker(loaded: asyncio.Event) -> AsyncIterator[str]:
+    """Serve a worker that loads until told; give its address."""
+    settings, stopping = TargetSettings(model="none", port=free_port(), drain_s=0), asyncio.Event()
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(Listed(), server.grpc)
+        await loaded.wait()
+        yield
+
+    async def serve() -> None:
+        async with serving(settings, SERVICE, build):
+            await stopping.wait()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve())
+        yield f"127.0.0.1:{settings.port}"
+        stopping.set()
 
 
 async def test_a_listed_worker_is_found_when_it_is_ready() -> None:
-    """What `publishNotReadyAddresses` is for: its readiness comes over the connection, and DNS is not asked again."""
-    worker = Worker()
-    await worker.start()
-    with dns_server(lambda name: ["127.0.0.1"] if name == NAME else None) as dns:
-        async with open_worker_channel(dns.of(f"{NAME}.:{worker.port}"), SERVICE) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            metadata = (("x-session-id", "a session"),)
-            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-                await stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=10)
-            num_questions = len(dns.questions)
-            waiting = stub.Check(health_pb2.HealthCheckRequest(), metadata=metadata, timeout=10, wait_for_ready=True)
-            await worker.become_ready()
-            assert (await waiting).status == health_pb2.HealthCheckResponse.SERVING
-            assert len(dns.questions) == num_questions
-    await worker.stop()
+    """What `publishNotReadyAddresses` is for: a worker that loads is probed, and DNS is not asked again."""
+    loaded, ready, addresses = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def resolve() -> list[str]:
+        if not addresses:
+            raise OSError("DNS does not answer any more")
+        return [addresses.pop()]
+
+    async with loading_worker(loaded) as address:
+        addresses.append(address)
+        async with watching(target_watch(resolve, open_worker_channel)) as pool:
+            assert pool.pick("a session") is None
+            pool.on_change.append(ready.set)
+            loaded.set()
+            async with asyncio.timeout(10):
+                await ready.wait()
+            assert pool.pick("a session")

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -138,6 +138,30 @@ async def test_a_service_that_fails_ends() -> None:
     with pytest.raises(CannotServe, match="the engine hangs"):
         await run_service(SETTINGS, "target", SERVICE, build)
     assert ended
+
+
+async def test_a_service_that_fails_cuts_its_calls_at_once() -> None:
+    """Its callers go on elsewhere; a drain would keep them here for a minute."""
+
+    class Silent(Answers):
+        def Score(self, requests: object, context: object) -> Any:
+            return asyncio.Event().wait()
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(Silent(), server.grpc)
+        yield
+
+    settings = TargetSettings(model="none", port=0, drain_s=60)
+    async with asyncio.timeout(20), AsyncExitStack() as stack:
+        server = await stack.enter_async_context(serving(settings, SERVICE, build))
+        channel = await stack.enter_async_context(open_channel(f"127.0.0.1:{server.port}"))
+        stream = target_pb2_grpc.TargetServiceStub(channel).Score()
+        await stream.write(target_pb2.ScoreRequest())
+        server.fail("the engine hangs")
+        assert await code_of_a_call(server.port) == grpc.StatusCode.UNAVAILABLE
+        await server.stop()
+        assert await stream.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class Request:

@@ -18,6 +18,8 @@ PURE_MODULES = (
     "joint_names",
     "merging",
     "observing",
+    "pool/breaker",
+    "round_times",
     "choosing/acceptance_history",
     "choosing/chooser",
     "choosing/comparisons",

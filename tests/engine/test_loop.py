@@ -26,9 +26,11 @@ from specdec.engine import (
 )
 from specdec.engine.batch import DECODING_TOKENS
 from specdec.exact.tree import path_to
+from specdec.outside import Outside
 from tests.engine.tiny_models import load
 from tests.support import architectures
 
+TIMELESS = Outside(lambda: 0.0)  # nothing takes time: prompts are limited by tokens alone
 VOCAB_SIZE = 97
 MODULUS = 89
 BLOCK_TOKENS = 8
@@ -123,7 +125,7 @@ def generated(tokens: list[int], num_new: int) -> list[int]:
 
 
 @asynccontextmanager
-async def engine(model: Any, processor: Callable[..., None] = decode, **options: int) -> AsyncIterator[EngineLoop[Any]]:
+async def engine(model: Any, processor: Callable[..., None] = decode, **options: Any) -> AsyncIterator[EngineLoop[Any]]:
     loop: EngineLoop[Any] = EngineLoop(model, processor, **options)
     loop.start()
     try:
@@ -174,30 +176,41 @@ async def test_tasks_arriving_together_share_a_forward() -> None:
     assert model.forwards == [{"plug": 1}] + 3 * [{"a": 1, "b": 1, "c": 1}]
 
 
+async def measured(model: ToyModel, loop: EngineLoop[Any]) -> None:
+    """Let the engine measure what rounds and prompts cost, then forget the forwards."""
+    await loop.run(Generation("round", [1], 3))
+    await loop.run(Generation("prompt", [1] * 100))
+    model.forwards.clear()
+
+
 async def test_long_prompts_never_delay_decoding() -> None:
     model, prompt = ToyModel(), [index % 90 for index in range(1000)]
-    async with engine(model, max_batch_tokens=100, prefill_chunk_tokens=100) as loop:
+    async with engine(model, max_batch_tokens=100, prefill_chunk_tokens=100, outside=TIMELESS) as loop:
+        await measured(model, loop)
         async with paused_forward(model, loop):
             futures = await submitted(loop, Generation("decoding", [5], 10), Generation("long", prompt))
-            futures += await submitted(loop, Generation("longer", [3] * 300))
+            futures += await submitted(loop, Generation("longer", [3] * 1300))
         assert await asyncio.gather(*futures) == [
             generated([5], 10),
             generated(prompt, 1),
-            generated([3] * 300, 1),
+            generated([3] * 1300, 1),
         ]
-    assert model.forwards[1:11] == [{"decoding": 1, "long": 99}] * 10
-    assert sum(forward.get("longer", 0) for forward in model.forwards) == 300
+    assert model.forwards[1] == {"decoding": 1, "long": 99}
+    assert all(forward["decoding"] == 1 and sum(forward.values()) == 100 for forward in model.forwards[1:11])
+    assert sum(forward.get("longer", 0) for forward in model.forwards) == 1300
 
 
 async def test_prompts_share_the_prefill_budget() -> None:
     model = ToyModel()
-    async with engine(model, max_batch_tokens=200, prefill_chunk_tokens=100) as loop:
+    async with engine(model, max_batch_tokens=200, prefill_chunk_tokens=100, outside=TIMELESS) as loop:
+        await measured(model, loop)
         async with paused_forward(model, loop):
             prompts = await submitted(loop, Generation("long", [2] * 200), Generation("longer", [3] * 300))
-            decoding = await submitted(loop, Generation("decoding", [5] * 60, 3))
+            decoding = await submitted(loop, Generation("short", [5] * 60, 3))
         await asyncio.gather(*prompts, *decoding)
-    assert [forward.get("long", 0) + forward.get("longer", 0) for forward in model.forwards[1:6]] == [100] * 5
-    assert [forward.get("decoding") for forward in model.forwards[1:4]] == [60, 1, 1]
+    read = [sum(forward.get(key, 0) for key in ("long", "longer")) for forward in [*model.forwards[1:], {}][:6]]
+    assert read == [100] * 5 + [0]
+    assert [forward.get("short") for forward in model.forwards[1:4]] == [60, 1, 1]
 
 
 async def test_rows_of_a_task_share_a_forward() -> None:
@@ -321,6 +334,32 @@ async def test_failing_processor_fails_only_due_tasks() -> None:
         assert model.cache.open("bad").length == 0
 
 
+async def test_failing_processor_counts_as_failing_forwards() -> None:
+    """Prefill forwards in between, which the processor has no part in, do not hide that it always fails."""
+
+    def fail(tasks: list[Generation], logits: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    async with engine(ToyModel(), fail) as loop:
+        for number in range(1, 4):
+            with pytest.raises(EngineError):
+                await loop.run(Generation(f"{number}", [2] * 500))
+            assert loop.num_failed_forwards == number
+
+
+async def test_check_is_a_forward_of_its_own() -> None:
+    """The processor does not see it, and nothing of it stays."""
+    model = ToyModel()
+    async with engine(model) as loop:
+        with pytest.raises(EngineError, match="poisoned"):
+            await loop.run(Generation("bad", [POISON]))
+        assert loop.num_failed_forwards == 1
+        await asyncio.gather(loop.check(), loop.run(Generation("good", [1])))
+        assert loop.num_failed_forwards == 0
+        await loop.run(Generation("later", [1]))
+        assert {sequence.key for sequence in model.cache.sequences} == {"good", "later"}
+
+
 async def test_invalid_task_fails_alone() -> None:
     model = ToyModel()
     async with engine(model) as loop:
@@ -423,6 +462,88 @@ class TestFullCache:
             with pytest.raises(CacheMiss) as missed:
                 await loop.run(Generation("a", [1], start=20))
             assert missed.value.cached_len == 0
+
+
+class TestResidency:
+    """More sessions than the cache holds: each takes rounds, and waits for a place in the cache."""
+
+    @staticmethod
+    async def session(loop: EngineLoop[Any], key: str, num_rounds: int) -> int:
+        """Run a session's rounds; return how often its tokens had been evicted."""
+        text, num_missed, start = [ord(key) % 50] * 20, 0, 0
+        for _ in range(num_rounds):
+            try:
+                (token,) = await loop.run(Generation(key, text[start:], start=start))
+            except CacheMiss:
+                num_missed += 1
+                (token,) = await loop.run(Generation(key, text))
+            assert token == sum(text) % MODULUS
+            start = len(text)
+            text.append(token)
+            await asyncio.sleep(0)
+        loop.forget(key)
+        return num_missed
+
+    async def test_residents_are_not_evicted_between_rounds(self) -> None:
+        model = ToyModel(num_blocks=20)  # for five sessions
+        async with engine(model) as loop:
+            missed = await asyncio.gather(*(self.session(loop, key, 12) for key in "abcdefghijklmnop"))
+        assert sum(missed) == 0
+        num_fed = sum(sum(forward.values()) for forward in model.forwards)
+        assert num_fed == 16 * (20 + 11), "nothing was read twice"
+
+    async def test_long_residents_make_room_for_those_that_wait(self) -> None:
+        model, clock = ToyModel(num_blocks=8), iter(range(1_000_000))
+        # each look at the clock takes a second
+        async with engine(model, turn_s=30.0, outside=Outside(lambda: float(next(clock)))) as loop:
+            missed = await asyncio.gather(*(self.session(loop, key, 40) for key in "abc"))
+        assert any(missed)
+        begun = [next(i for i, forward in enumerate(model.forwards) if key in forward) for key in "abc"]
+        ended = [max(i for i, forward in enumerate(model.forwards) if key in forward) for key in "abc"]
+        assert max(begun) < min(ended), "all had a turn before one had all of its rounds"
+
+    async def test_sessions_that_stay_away_make_room(self) -> None:
+        model = ToyModel(num_blocks=5)
+        async with engine(model) as loop:
+            await loop.run(Generation("away", [1] * 20))
+            assert await loop.run(Generation("new", [2] * 20)) == generated([2] * 20, 1)
+            assert model.cache.open("away").length == 0
+
+    async def test_sessions_that_were_left_make_room_at_once(self) -> None:
+        model = ToyModel(num_blocks=5)
+        frozen = Outside(lambda: 0.0)  # nobody is ever away for long
+        async with engine(model, outside=frozen) as loop:
+            await loop.run(Generation("left", [1] * 20))
+            loop.leave("left")
+            assert await loop.run(Generation("new", [2] * 20)) == generated([2] * 20, 1)
+
+    async def test_sessions_with_text_come_before_new_ones(self) -> None:
+        class WithText(Generation):
+            def __init__(self, key: str, tokens: list[int]) -> None:
+                super().__init__(key, tokens)
+                self.has_text = True
+
+        model = ToyModel(num_blocks=4)
+        async with engine(model) as loop:
+            await loop.run(Generation("resident", [1] * 20))
+            async with paused_forward(model, loop):
+                new = await submitted(loop, *(Generation(key, [2] * 20) for key in "abc"))
+                resumed = await submitted(loop, WithText("resumed", [3] * 20))
+            await asyncio.gather(*new, *resumed)
+        order = list(dict.fromkeys(key for forward in model.forwards for key in forward))
+        assert order.index("resumed") < order.index("a")
+
+    async def test_evicted_sessions_are_told_at_once(self) -> None:
+        model = ToyModel(num_blocks=4)
+        async with engine(model, turn_s=1000.0) as loop:
+            await loop.run(Generation("resident", [1] * 20))
+            async with paused_forward(model, loop):
+                waiting = await submitted(loop, Generation("waiting", [2] * 20))
+                (missed,) = await submitted(loop, Generation("gone", [2], start=20))
+            with pytest.raises(CacheMiss):
+                await missed
+            assert not waiting[0].done()
+            await waiting[0]
 
 
 async def test_forgotten_sequences_are_freed_when_idle() -> None:

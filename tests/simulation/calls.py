@@ -233,6 +233,10 @@ class ServerCall:
     async def send_initial_metadata(self, metadata: Any) -> None:
         """Do nothing: specdec's have no contents."""
 
+    def time_remaining(self) -> float | None:
+        """Return None: clients of the simulation have deadlines of their own."""
+        return None
+
     def invocation_metadata(self) -> Any:
         """Return the client's metadata."""
         return self._metadata

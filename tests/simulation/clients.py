@@ -15,8 +15,8 @@ from specdec.retry import Retry, RetryPolicy
 from specdec.serving.security.caller import NO_TENANT
 from specdec.types import FinishReason, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
-from tests.simulation.cluster import TARGET, Cluster
-from tests.simulation.engine import VOCAB_SIZE
+from tests.simulation.cluster import Cluster
+from tests.simulation.engine import VOCAB_SIZE, ToyText
 from tests.simulation.ledger import Ledger
 from tests.simulation.loop import Process
 from tests.simulation.store import SECRET, SimulatedRedis
@@ -97,7 +97,7 @@ class Client:
         channel: Any = self.cluster.network.channel(self.wanted.address)
         return Connection(
             self.wanted.address,
-            open_channel=lambda: channel,
+            open_channel=lambda _: channel,
             closes_channel=False,
             metadata=(),
             policy=RetryPolicy(),
@@ -120,7 +120,7 @@ def drawn_clients(chance: random.Random, cluster: Cluster, ledger: Ledger, hazar
             if "rollback" in hazards and chance.random() < 0.8:
                 request.sampling.temperature = 1.0
                 request.speculation.ClearField("num_draft_tokens")
-            wanted = _announced(store, ledger, request)
+            wanted = _announced(store, ledger, request, cluster.texts)
             for _ in range(chance.choice((1, 1, 2)) if "rollback" not in hazards else 2):
                 clients.append(_client(chance, f"client-{len(clients) + 1}", wanted, cluster, ledger))
     return clients
@@ -144,10 +144,12 @@ def _request(chance: random.Random, number: int) -> generation_pb2.GenerateReque
     return generate_request(prompt_request(None, prompt), sampling, speculation, f"request {number}")
 
 
-def _announced(store: SimulatedRedis, ledger: Ledger, request: generation_pb2.GenerateRequest) -> Wanted:
+def _announced(
+    store: SimulatedRedis, ledger: Ledger, request: generation_pb2.GenerateRequest, texts: list[ToyText]
+) -> Wanted:
     session_id = SessionIds(SECRET).of_request(NO_TENANT, request.request_id).public
     prompt = list(request.tokens.ids)
     is_greedy = request.sampling.temperature == 0
-    greedy = TARGET.greedy(prompt, request.sampling.max_new_tokens) if is_greedy else None
+    greedy = [text.greedy(prompt, request.sampling.max_new_tokens) for text in texts if is_greedy]
     ledger.expect(store.name, session_id, prompt, greedy)
     return Wanted(store, request, session_id)

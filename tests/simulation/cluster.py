@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from coordinator.capabilities import WorkerCapabilities
-from coordinator.draft import DraftWorkers
+from coordinator.draft import DraftWorkers, draft_watch
+from coordinator.pool.pool import WorkerPool
 from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
@@ -21,7 +22,7 @@ from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
 from coordinator.stores import scripts
 from coordinator.stores.client import RedisClient
-from coordinator.target import TargetWorkers
+from coordinator.target import TargetWorkers, target_watch
 from draft_service.model.drafter import ModelDrafter
 from draft_service.model.tasks import DraftProcessor
 from draft_service.servicer import DraftServicer
@@ -61,8 +62,10 @@ class Cluster:
     num_replicas: int = 0  # of each store, and that a commit waits for
     processes: dict[str, Process] = field(default_factory=dict)
     running: dict[str, RunningGenerations] = field(default_factory=dict)  # by coordinator
+    pools: dict[str, list[WorkerPool[Any]]] = field(default_factory=dict)  # by coordinator
     models: dict[str, ToyLanguageModel] = field(default_factory=dict)  # by worker
     clock_offset_s: float = 0.0  # of the stores' wall clock
+    texts: list[ToyText] = field(default_factory=list)  # of the models that are served
     _builds: dict[str, Build] = field(default_factory=dict)
 
     @property
@@ -98,9 +101,14 @@ class Cluster:
         async def build(process: Process) -> None:
             network, outside = self.network, self.outside
             server = network.serve(address, process)
-            target = TargetWorkers(network.channel("target"), SCORE_TIMEOUT_S, TARGET_PATIENCE_S, outside)
-            draft = DraftWorkers(network.channel("draft"), DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
-            workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER, outside))
+            targets = target_watch(network.resolver("target"), network.channel, outside)
+            drafts = draft_watch(network.resolver("draft"), network.channel, outside)
+            target = TargetWorkers(targets.pool, SCORE_TIMEOUT_S, TARGET_PATIENCE_S, outside)
+            draft = DraftWorkers(drafts.pool, DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
+            workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER))
+            self.pools[process.name] = [targets.pool, drafts.pool]
+            process.spawn(targets.run(), name="target pool")
+            process.spawn(drafts.run(), name="draft pool")
             running = self.running[process.name] = RunningGenerations(8)
             redis = RedisClient(
                 store.route(), num_replicas=self.num_replicas, outside=outside, read_script=scripts.read_script
@@ -120,6 +128,7 @@ class Cluster:
 
     def target(self, text: ToyText = TARGET, fingerprint: str = "target model") -> Build:
         """Return how to start a target worker."""
+        self.texts += [text] if text not in self.texts else []
 
         async def build(process: Process) -> None:
             server = self.network.serve("target", process)
@@ -150,7 +159,7 @@ class Cluster:
             return self.random.uniform(0.5, 1.5) * self.step_s * process.slowness
 
         self.models[process.name] = model
-        return InlineEngine(model, processor, step_s)
+        return InlineEngine(model, processor, step_s, self.outside)
 
 
 async def _answering(store: SessionStore) -> None:

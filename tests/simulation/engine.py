@@ -14,6 +14,7 @@ import torch
 from specdec.engine import EngineError, EngineLoop, Feed, ForwardOutput, KvCache
 from specdec.engine.batch import TaskT
 from specdec.exact.tree import path_to
+from specdec.outside import Outside
 from specdec.types import ModelInfo
 
 OnScored = Callable[[str, tuple[int, ...]], None]
@@ -117,8 +118,8 @@ class ToyLanguageModel:
 class InlineEngine(EngineLoop[TaskT]):
     """The engine loop, its steps on the event loop in virtual time instead of on a thread."""
 
-    def __init__(self, model: ToyLanguageModel, processor: Any, step_s: Callable[[], float]) -> None:
-        super().__init__(model, processor)
+    def __init__(self, model: ToyLanguageModel, processor: Any, step_s: Callable[[], float], outside: Outside) -> None:
+        super().__init__(model, processor, outside=outside)
         self._step_s = step_s
         self._pumping: asyncio.TimerHandle | None = None
         self._thread = _NoThread()  # type: ignore[assignment]

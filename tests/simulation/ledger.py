@@ -44,7 +44,7 @@ class Log:
     """A session as its store has it, and what clients were shown of it."""
 
     prompt: tuple[int, ...]
-    greedy: tuple[int, ...] | None  # the target's own text; None: sampled
+    greedy: tuple[tuple[int, ...], ...]  # the targets' own texts, of which it is one; none: sampled
     tokens: tuple[int, ...] = ()  # prompt and completion; empty: not in the store
     digest: bytes = b""
     epoch: int = 0
@@ -53,6 +53,11 @@ class Log:
     is_behind: bool = False  # so that it had less than clients were shown
     is_forgotten: bool = False  # the store lost all of it: the same request begins another session
     scored: set[tuple[int, ...]] = field(default_factory=set)  # the texts after which a target gave scores
+
+    def may_be(self, text: tuple[int, ...], begin: int, tokens: tuple[int, ...]) -> bool:
+        """Whether these tokens, and those that were shown before them, are of this text."""
+        is_same = self.is_forgotten or tuple(self.shown[:begin]) == text[: len(self.shown[:begin])]
+        return is_same and text[begin : begin + len(tokens)] == tokens
 
     @property
     def completion(self) -> tuple[int, ...]:
@@ -70,9 +75,9 @@ class Ledger:
     endings: Counter[str] = field(default_factory=Counter)  # how clients ended
     accepted_failures: tuple[str, ...] = ()  # reasons for which clients may fail in this world
 
-    def expect(self, store: str, session_id: str, prompt: Sequence[int], greedy: Sequence[int] | None) -> None:
-        """Announce a session."""
-        self.logs[store, session_id] = Log(tuple(prompt), None if greedy is None else tuple(greedy))
+    def expect(self, store: str, session_id: str, prompt: Sequence[int], greedy: Sequence[Sequence[int]]) -> None:
+        """Announce a session; `greedy` are its texts by each model that is served, none if it is sampled."""
+        self.logs[store, session_id] = Log(tuple(prompt), tuple(map(tuple, greedy)))
 
     def violated(self, what: str) -> None:
         """Record that an invariant is broken."""
@@ -146,7 +151,7 @@ class Ledger:
         begin, end = chunk.offset, chunk.offset + len(chunk.tokens)
         name = f"session {chunk.session_id[:4]}: {client}"
         self.trace.note(client, f"got {begin} + {list(chunk.tokens)}")
-        if log.greedy is not None and tuple(chunk.tokens) != log.greedy[begin:end]:
+        if log.greedy and not any(log.may_be(text, begin, tuple(chunk.tokens)) for text in log.greedy):
             self.violated(f"{name} got tokens {begin} to {end} that are not the target's greedy text")
         if log.is_forgotten:
             return

@@ -152,7 +152,7 @@ MISTAKES = [
     ),
     Mistake(
         "an answer that cannot be parsed is used",
-        "coordinator.streams:WorkerStream._ask",
+        "coordinator.streams:WorkerStream._answer",
         "if reply is None:",
         "if False:",
         8,
@@ -312,5 +312,26 @@ MISTAKES = [
         "above = replace(shown, epoch=shown.epoch - 1)",
         5,
         ROLLBACK,
+    ),
+    Mistake(
+        "a worker that did not answer is not probed again",
+        "coordinator.pool.watching:PoolWatch._watch",
+        "num_failures = 0 if await worker.probe() else",
+        "num_failures = 0 if not num_failures and await worker.probe() else",
+        23,
+    ),
+    Mistake(
+        "a stream that ends still counts at its worker",
+        "coordinator.streams:WorkerStream.abandon",
+        "self._worker.num_streams -= 1",
+        "pass",
+        1,
+    ),
+    Mistake(
+        "a new stream takes its worker to hold what the last one held",
+        "coordinator.streams:WorkerStream.abandon",
+        "self._stream, self._worker, self._held = None, None, 0",
+        "self._stream, self._worker = None, None",
+        15,
     ),
 ]

@@ -3,7 +3,7 @@
 `Channel` has the interface of grpc.aio.Channel as far as the generated stubs use it, `Server` that of grpc.aio.Server.
 """
 
-import hashlib
+import asyncio
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import grpc
 
-from specdec.serving.channels import SESSION_METADATA_KEY
+from coordinator.pool.resolving import Resolve
 from specdec.serving.security.gate import Gate
 from specdec.serving.server import StatusInterceptor
 from tests.simulation.calls import ClientCall, Pipe, ServerCall
@@ -40,6 +40,11 @@ class Server:
         """Add a service."""
         for method, handler in handlers.items():
             self._handlers[f"/{service}/{method}"] = handler
+
+    @property
+    def own_address(self) -> str:
+        """The address of this server alone."""
+        return f"{self.address}/{self.process.name}"
 
     async def handler(self, method: str) -> Any:
         """Return a method's handler, wrapped as production wraps it."""
@@ -134,33 +139,39 @@ class Network:
         return [call for server in self.servers for call in server.calls if method in call.method]
 
     def channel(self, address: str) -> Any:
-        """Return a channel to all servers of an address: a Channel, for stubs that expect grpc's."""
+        """Return a channel to an address, or to all servers of a name: a Channel, for stubs that expect grpc's."""
         return Channel(self, address)
+
+    def resolver(self, name: str) -> Resolve:
+        """Return how to look a name up: the addresses of all servers that live, ready or not."""
+
+        async def resolve() -> list[str]:
+            await asyncio.sleep(self.delay())
+            return sorted(server.own_address for server in self.servers if server.address == name)
+
+        return resolve
 
     def delay(self) -> float:
         """Draw a message's delay: mostly short, sometimes long."""
         factor = 1000.0 if self.random.random() < 0.002 else 1.0
         return min(MAX_DELAY_S, self.random.expovariate(1.0 / self.delay_s) * factor)
 
-    def pick(self, address: str, key: str, caller: Process | None) -> Server | None:
-        """Return the server for a key: the same while the same servers are ready, as a hash ring does."""
+    def pick(self, address: str, caller: Process | None) -> Server | None:
+        """Return any server of an address that is ready."""
         name = caller.name if caller else ""
         found = [
             server
             for server in self.servers
-            if server.address == address
+            if address in (server.address, server.own_address)
             and server.is_ready
             and frozenset((name, server.process.name)) not in self.partitioned
         ]
-        if not key:
-            return self.random.choice(found) if found else None
-        return min(found, key=lambda server: _rank(key, server.process.name), default=None)
+        return self.random.choice(found) if found else None
 
     def connect(self, call: ClientCall, address: str, method: str, metadata: Any) -> None:
         """Find a server for a call and begin it there."""
         caller = CURRENT.get()
-        key = dict(metadata or ()).get(SESSION_METADATA_KEY, "")
-        server = self.pick(address, key, caller)
+        server = self.pick(address, caller)
         if server is None or (caller is not None and not caller.is_alive):
             virtual_loop().call_later(
                 CONNECT_S, call.end, grpc.StatusCode.UNAVAILABLE, "no server", context=outside_of_processes()
@@ -216,15 +227,14 @@ class Network:
                 connection.lose()
 
 
-def _rank(key: str, name: str) -> bytes:
-    return hashlib.blake2b(f"{key} {name}".encode(), digest_size=8).digest()
-
-
 class Channel:
     """A channel, as the generated stubs use it."""
 
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
+
+    async def close(self) -> None:
+        """Do nothing: there is no connection without a call."""
 
     def stream_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
         """Return the function that begins a bidirectional stream."""

@@ -20,7 +20,7 @@ from tests.simulation.store import Replica, SimulatedRedis, virtual_wall_clock
 
 MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
 MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
-FOREVER = ("capabilities", "heartbeats")  # tasks of every coordinator
+FOREVER = ("capabilities", "heartbeats", "target pool", "draft pool")  # tasks of every coordinator
 PATIENCE = 20  # looks at what is left, half a second apart
 QUIET_S = KEEPALIVE_S[1] + 5.0  # after the last client: what was silently lost has been noticed
 
@@ -155,6 +155,9 @@ class World:
         cluster = self._cluster
         left = [f"{name} runs {len(running)} sessions" for name, running in cluster.running.items() if len(running)]
         left += [f"there is a call: {call}" for call in cluster.network.calls()]
+        for name, pools in cluster.pools.items():
+            counts = {worker.address: worker.num_streams for pool in pools for worker in pool.workers.values()}
+            left += [f"{name} counts {count} streams at {address}" for address, count in counts.items() if count]
         for name, process in cluster.processes.items():
             own = (task.get_coro() for task in process.tasks if task.get_name() not in FOREVER)
             left += [f"{name} has a task: {getattr(work, '__qualname__', work)}" for work in own]

@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 
 from coordinator.draft import OfferedDrafter
 from coordinator.generation import CommittedChunk
+from coordinator.loads import ReportedLoads
 from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
@@ -78,6 +79,7 @@ class ToyWorkers:
     """Opens toy scorers and drafters, and keeps a list of them."""
 
     def __init__(self) -> None:
+        self.loads = ReportedLoads()
         self.before: Callable[[int], Any] = Gate()
         self.scorers: list[Scorer] = []
         self.drafters: list[Drafter] = []

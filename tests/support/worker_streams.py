@@ -58,6 +58,8 @@ class WorkerStream(Generic[RequestT, ResponseT]):
     async def read(self) -> ResponseT | None:
         """Return the next answer; None at the end of the stream."""
         answer = await self._call.read()
+        while getattr(answer, "in_progress", False):
+            answer = await self._call.read()
         return None if answer is grpc.aio.EOF else cast("ResponseT", answer)
 
     async def send(self, message: RequestT) -> ResponseT | None:

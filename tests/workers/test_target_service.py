@@ -4,7 +4,7 @@ import asyncio
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -631,8 +631,9 @@ async def test_a_session_of_another_model_is_refused(channel: grpc.aio.Channel, 
 
 
 @in_module_loop
-async def test_an_engine_without_progress_is_not_serving() -> None:
+async def test_an_engine_without_progress_is_not_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health is NOT_SERVING while a forward hangs, and SERVING again when it continues."""
+    monkeypatch.setattr("specdec.serving.model_worker.EXIT_AFTER_STALL_FACTOR", math.inf)
     hanging, loop = asyncio.Event(), asyncio.get_running_loop()
     model = HungModel(lambda: loop.call_soon_threadsafe(hanging.set))
     engine: EngineLoop[Any] = EngineLoop(model, finish_all)
@@ -661,6 +662,25 @@ async def test_an_engine_without_progress_is_not_serving() -> None:
         watch.cancel()
 
 
+async def test_a_worker_that_hangs_ends() -> None:
+    model = HungModel(lambda: None)
+    engine: EngineLoop[Any] = EngineLoop(model, finish_all)
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        async with running(engine, server, stalled_s=0.02, watch_s=0.001):
+            try:
+                yield
+            finally:
+                model.gate.set()
+
+    async with serving(TargetSettings(model="none", port=0, drain_s=0), SERVICE, build) as server:
+        task = asyncio.ensure_future(engine.run(Task("a", 0, [1], 1)))
+        assert "hangs" in await server.failure
+    with suppress(EngineError):
+        await task
+
+
 async def test_a_worker_whose_forwards_all_fail_ends() -> None:
     def broken() -> None:
         raise RuntimeError("CUDA error")
@@ -669,17 +689,44 @@ async def test_a_worker_whose_forwards_all_fail_ends() -> None:
 
     @asynccontextmanager
     async def build(server: Server) -> AsyncIterator[None]:
-        async with running(engine, server, watch_s=0.001):
+        async with running(engine, server, 60.0, watch_s=0.001):
             yield
 
     async with serving(TargetSettings(model="none", port=0, drain_s=0), SERVICE, build) as server:
-        for number in range(MAX_FAILED_FORWARDS):
-            assert not server.failure.done()
-            with pytest.raises(EngineError, match="CUDA error"):
-                await engine.run(Task(f"session {number}", 0, [1], 1))
+        with pytest.raises(EngineError, match="CUDA error"):
+            await engine.run(Task("session", 0, [1], 1))  # the worker finds out by itself that all others fail too
         assert await server.failure == (
             "the last 8 forwards have failed; the log has the cause, a new process the remedy"
         )
+
+
+async def test_a_session_whose_forwards_fail_does_not_end_its_worker() -> None:
+    """However often it comes again: a check in between shows that it is not the worker's fault."""
+
+    class PoisonedModel(HungModel):
+        def forward(self, feeds: list[Feed]) -> ForwardOutput:
+            if any(feed.sequence.key == "poisoned" for feed in feeds):
+                raise RuntimeError("CUDA out of memory")
+            return super().forward(feeds)
+
+    model = PoisonedModel(lambda: None)
+    model.gate.set()
+    engine: EngineLoop[Any] = EngineLoop(model, finish_all)
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        async with running(engine, server, 60.0, watch_s=0.001):
+            yield
+
+    async with serving(TargetSettings(model="none", port=0, drain_s=0), SERVICE, build) as server:
+        for _ in range(3 * MAX_FAILED_FORWARDS):
+            with pytest.raises(EngineError, match="out of memory"):
+                await engine.run(Task("poisoned", 0, [1], 1))
+            async with asyncio.timeout(10):
+                while engine.num_failed_forwards:  # noqa: ASYNC110  # the state of another thread
+                    await asyncio.sleep(0.001)
+        assert not server.failure.done()
+        assert model.cache.open("poisoned").length == 0
 
 
 def finish_all(tasks: list[Any], logits: torch.Tensor) -> None:

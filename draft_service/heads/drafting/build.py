@@ -89,7 +89,7 @@ async def build_drafter(
         raise ValueError(str(error)) from error
     loop = HeadLoop(runner)
     get_logger().info("loaded", head=folder, elapsed_s=round(time.perf_counter() - begin, 2))
-    await stack.enter_async_context(running(loop, server))
+    await stack.enter_async_context(running(loop, server, settings.stalled_s))
     return HeadDrafter(name, runner, loop, model)
 
 

@@ -97,7 +97,8 @@ class HeadRound:
         if not self.has_penalties:
             return SamplingContext(sampling)
         text, num_prompt = self.held.tokens, self.session.num_prompt_tokens
-        return SamplingContext(sampling, text[:num_prompt], [*text[num_prompt:], *path])
+        counts = self.session.counts.update(self.request.start, text, len(text), num_prompt)
+        return SamplingContext(sampling, completion=path, counts=counts)
 
 
 class DrawnChain:

@@ -1,0 +1,148 @@
+"""Which new sessions are let in: those that will end within their deadline, and without making others miss theirs.
+
+The prediction is processor sharing: with n sessions each gets a token about n times as slowly as alone. Measured is the
+time of a token at the present number of sessions; one more makes it longer by (n + 1) / n, at most. What comes before
+the first token is what the target workers report: places in the KV cache, and prompts ahead.
+
+A refusal costs nothing but the request's check: nothing is written, no worker is asked. Sessions that exist already are
+never refused here.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from coordinator.loads import TargetLoad
+from specdec.errors import OverloadedError
+from specdec.outside import REAL, Outside
+
+SMOOTHING = 0.05  # weight of the latest measurement
+MARGIN = 0.85  # of a deadline that a prediction may take: it is not exact
+CROWDED_MARGIN = 0.5  # of a tenant that has more than its share
+TENANT_MEMORY_S = 60.0  # a tenant that came within this time has a share, also while it has no session
+UNKNOWN_TOKENS = 256  # of a text, before any has ended
+MIN_RETRY_S, MAX_RETRY_S = 0.25, 10.0
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One session that is followed here."""
+
+    tenant: str
+    deadline_s: float  # on the clock of Outside; infinite without one
+    num_tokens: float  # of its text, the maximum
+    num_done: int = 0
+    began_s: float = 0.0
+    last_s: float | None = None  # when its last chunk came
+
+
+@dataclass(slots=True)
+class Smoothed:
+    """A value that follows its measurements."""
+
+    value: float | None = None
+
+    def observe(self, measured: float, weight: float = SMOOTHING) -> None:
+        """Move towards a measurement."""
+        self.value = measured if self.value is None else self.value + weight * (measured - self.value)
+
+
+@dataclass(slots=True)
+class Admission:
+    """The sessions that are followed here, and what their tokens take."""
+
+    load: Callable[[], TargetLoad] = TargetLoad
+    outside: Outside = REAL
+    _tickets: dict[int, Ticket] = field(default_factory=dict)  # by identity
+    _of_tenant: Counter[str] = field(default_factory=Counter)
+    _seen_s: dict[str, float] = field(default_factory=dict)  # when each tenant last asked
+    _token_s: Smoothed = field(default_factory=Smoothed)
+    _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that `_token_s` was measured with
+    _fraction: Smoothed = field(default_factory=Smoothed)  # of the maximum that texts reach
+    _session_s: Smoothed = field(default_factory=Smoothed)
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def enter(self, tenant: str, num_tokens: int, left_s: float | None) -> Ticket:
+        """Count a session, of at most so many tokens, whose caller waits for `left_s` seconds; see `leave`."""
+        now_s = self.outside.now_s()
+        ticket = Ticket(tenant, math.inf if left_s is None else now_s + left_s, num_tokens, began_s=now_s)
+        self._tickets[id(ticket)] = ticket
+        self._of_tenant[tenant] += 1
+        return ticket
+
+    def leave(self, ticket: Ticket, *, is_complete: bool) -> None:
+        """Count a session no more; how long a complete text was tells what to expect of others."""
+        del self._tickets[id(ticket)]
+        self._of_tenant[ticket.tenant] -= 1
+        if not self._of_tenant[ticket.tenant]:
+            del self._of_tenant[ticket.tenant]
+        if is_complete and ticket.num_tokens:
+            self._fraction.observe(min(1.0, ticket.num_done / ticket.num_tokens))
+            self._session_s.observe(self.outside.now_s() - ticket.began_s)
+
+    def progress(self, ticket: Ticket, num_tokens: int) -> None:
+        """Take note of a chunk."""
+        now_s = self.outside.now_s()
+        if ticket.last_s is not None and num_tokens:
+            self._token_s.observe((now_s - ticket.last_s) / num_tokens)
+            self._at_number.observe(len(self._tickets))
+        ticket.num_done += num_tokens
+        ticket.last_s = now_s
+
+    def check(self, tenant: str, num_prompt_tokens: int, num_tokens: int, left_s: float | None) -> None:
+        """Raise OverloadedError for a new session that would miss its deadline, or make others miss theirs."""
+        now_s = self.outside.now_s()
+        self._seen_s[tenant] = now_s
+        token_s = self._token_s_with_one_more()
+        if token_s is None:
+            return
+        margin = CROWDED_MARGIN if self._has_more_than_its_share(tenant, now_s) else MARGIN
+        predicted_s = self.wait_s(num_prompt_tokens) + token_s * self._expected(num_tokens)
+        if left_s is not None and predicted_s > margin * left_s:
+            problem = f"this one would take {predicted_s:.1f} s, and its caller waits {left_s:.1f} s"
+            raise self._refusal(predicted_s - margin * left_s, problem)
+        late_s = max((self._late_s(ticket, token_s, margin, now_s) for ticket in self._tickets.values()), default=0.0)
+        if late_s > 0:
+            raise self._refusal(late_s, "another one would make them miss their deadlines")
+
+    def wait_s(self, num_prompt_tokens: int) -> float:
+        """Return how long a new session waits for its first token: a place, the prompts ahead, its own."""
+        load = self.load()
+        place_s = 0.0
+        if load.num_without_place and load.num_resident:
+            place_s = (self._session_s.value or 0.0) * load.num_without_place / load.num_resident
+        return place_s + load.prompt_s + load.prompt_token_s * num_prompt_tokens
+
+    def _token_s_with_one_more(self) -> float | None:
+        """Return the time of a token in each session if there is one more; None before any was measured."""
+        token_s, number = self._token_s.value, self._at_number.value
+        return None if token_s is None or not number else token_s * (len(self._tickets) + 1) / number
+
+    def _expected(self, num_tokens: float) -> float:
+        fraction = self._fraction.value
+        return min(num_tokens, UNKNOWN_TOKENS) if fraction is None else fraction * num_tokens
+
+    def _late_s(self, ticket: Ticket, token_s: float, margin: float, now_s: float) -> float:
+        """Return by how much one more session would make this one miss a deadline that it meets now; 0: it would not.
+
+        It is judged by what it has left: near its end it needs little.
+        """
+        left_s = ticket.deadline_s - now_s
+        num_left = max(0.0, self._expected(ticket.num_tokens) - ticket.num_done)
+        number = len(self._tickets)
+        if num_left * token_s * number / (number + 1) > left_s:
+            return 0.0  # lost already
+        return max(0.0, num_left * token_s - margin * left_s)
+
+    def _has_more_than_its_share(self, tenant: str, now_s: float) -> bool:
+        self._seen_s = {name: seen_s for name, seen_s in self._seen_s.items() if now_s - seen_s < TENANT_MEMORY_S}
+        num_tenants = len(self._seen_s.keys() | self._of_tenant.keys())
+        return num_tenants > 1 and (self._of_tenant[tenant] + 1) * num_tenants > len(self._tickets) + 1
+
+    def _refusal(self, missing_s: float, problem: str) -> OverloadedError:
+        # refused callers must not come back all at once
+        retry_s = min(max(MIN_RETRY_S, missing_s), MAX_RETRY_S) * (1 + self.outside.uniform())
+        return OverloadedError(f"{len(self._tickets)} sessions run here, and {problem}; try again later", retry_s)

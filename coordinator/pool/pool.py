@@ -1,0 +1,71 @@
+"""All workers at one address, and which of them a session goes to."""
+
+import hashlib
+from collections.abc import Callable, Set
+from typing import Generic
+
+from coordinator.pool.worker import DescriptionT, Worker
+
+Fits = Callable[[DescriptionT], bool]
+
+
+class WorkerPool(Generic[DescriptionT]):
+    """The workers by address; `watching.py` keeps them up to date."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker[DescriptionT]] = {}
+        self.was_resolved = False
+        self.on_change: list[Callable[[], None]] = []  # called when a worker's state or description has changed
+
+    @property
+    def in_service(self) -> list[Worker[DescriptionT]]:
+        """The workers that new sessions may go to."""
+        return [worker for worker in self.workers.values() if worker.is_in_service]
+
+    @property
+    def descriptions(self) -> list[DescriptionT]:
+        """What the workers in service say about themselves."""
+        return [worker.description for worker in self.in_service if worker.description is not None]
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a session that opens a stream now has a fair chance."""
+        return any(worker.is_in_service or worker.is_due for worker in self.workers.values())
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether all workers that the name leads to have been probed."""
+        return self.was_resolved and all(worker.was_asked for worker in self.workers.values())
+
+    def pick(
+        self, key: str, avoided: Set[str] = frozenset(), fits: Fits[DescriptionT] = lambda description: True
+    ) -> Worker[DescriptionT] | None:
+        """Return the worker for a session: the same while the same workers are in service, as a hash ring does.
+
+        Where it can be helped, none of the `avoided` addresses, and one whose description fits. A worker on trial is
+        given the session if it is due, so that it can prove itself, or if no other is there. None: there is no worker.
+        """
+
+        def suits(worker: Worker[DescriptionT]) -> bool:
+            return worker.address not in avoided and (worker.description is None or fits(worker.description))
+
+        due = [worker for worker in self.workers.values() if worker.is_due and suits(worker)]
+        candidates = due or self.in_service or [worker for worker in self.workers.values() if worker.is_on_trial]
+        candidates = list(filter(suits, candidates)) or candidates
+        chosen = max(candidates, key=lambda worker: _rank(key, worker.address), default=None)
+        if chosen:
+            chosen.try_now()
+        return chosen
+
+    def has_other(self, avoided: Set[str]) -> bool:
+        """Whether a worker is in service that is not avoided."""
+        return any(worker.address not in avoided for worker in self.in_service)
+
+    def changed(self) -> None:
+        """Tell those who want to know of changes."""
+        for tell in self.on_change:
+            tell()
+
+
+def _rank(key: str, address: str) -> bytes:
+    return hashlib.blake2b(f"{key} {address}".encode(), digest_size=8).digest()

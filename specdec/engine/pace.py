@@ -1,0 +1,211 @@
+"""What forwards cost, as measured, and how many prompt tokens a forward may read beside sessions that decode.
+
+A session that decodes comes back for its next round after an absence: drafting, the coordinator, the network. Alone,
+its rounds are an absence and a forward apart. Prompts may double that at most: the time that they take in the forward
+before its round and in its own is limited to what one such gap takes. Times come as arguments, in seconds.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+SMOOTHING = 0.2  # weight of the latest measurement
+FORGETTING = 0.9  # of earlier forwards in the fit, a forward
+MAX_ABSENCE_S = 1.0  # a session that is away for longer is not expected back
+LATE_FACTOR = 2.0  # of an absence: it varies
+UNMEASURED_TOKENS = 64  # of prompts beside decoding sessions, before anything was measured
+MIN_PIECE_TOKENS = 1  # whatever they cost: a wrong estimate must not stop prompts, which are what corrects it
+SHARE = 0.9  # of a gap that prompts may take: what is measured varies
+LEAST_TOKEN_S = 1e-9  # so that prompts differ in length before any was measured
+MAX_READING_S = 0.1  # of prompts alone: whatever comes meanwhile waits no longer, and a forward's fixed cost is less
+
+
+@dataclass(slots=True)
+class Smoothed:
+    """A value that follows its measurements."""
+
+    value: float | None = None
+
+    def observe(self, measured: float) -> None:
+        """Move towards a measurement."""
+        self.value = measured if self.value is None else self.value + SMOOTHING * (measured - self.value)
+
+
+@dataclass(slots=True)
+class ReadingCost:
+    """Seconds that prompt tokens take: so much a token, and so much for each token that a token attends to.
+
+    Least squares over the latest forwards, both coefficients at least 0.
+    """
+
+    _tokens_tokens: float = 0.0
+    _tokens_pairs: float = 0.0
+    _pairs_pairs: float = 0.0
+    _tokens_s: float = 0.0
+    _pairs_s: float = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there was a measurement."""
+        return self._tokens_tokens > 0
+
+    def observe(self, num_tokens: int, num_pairs: float, elapsed_s: float) -> None:
+        """Take note that so many tokens, attending to `num_pairs` tokens in all, took so long."""
+        self._tokens_tokens = FORGETTING * self._tokens_tokens + num_tokens * num_tokens
+        self._tokens_pairs = FORGETTING * self._tokens_pairs + num_tokens * num_pairs
+        self._pairs_pairs = FORGETTING * self._pairs_pairs + num_pairs * num_pairs
+        self._tokens_s = FORGETTING * self._tokens_s + num_tokens * elapsed_s
+        self._pairs_s = FORGETTING * self._pairs_s + num_pairs * elapsed_s
+
+    def token_s(self, past: int) -> float:
+        """Return the seconds of a token that attends to `past` tokens; 0 before the first measurement."""
+        if not self.is_measured:
+            return 0.0
+        each, pair = self._coefficients()
+        return each + pair * past
+
+    def _coefficients(self) -> tuple[float, float]:
+        determinant = self._tokens_tokens * self._pairs_pairs - self._tokens_pairs**2
+        alone = self._tokens_s / self._tokens_tokens, 0.0
+        if determinant <= 1e-6 * self._tokens_tokens * self._pairs_pairs:
+            return alone
+        each = (self._tokens_s * self._pairs_pairs - self._pairs_s * self._tokens_pairs) / determinant
+        pair = (self._pairs_s * self._tokens_tokens - self._tokens_s * self._tokens_pairs) / determinant
+        if pair < 0:
+            return alone
+        return (each, pair) if each >= 0 else (0.0, self._pairs_s / self._pairs_pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a prompt in a forward."""
+
+    num_tokens: int
+    past: int  # cached tokens before it
+
+    @property
+    def num_pairs(self) -> float:
+        """Tokens that its tokens attend to, in all."""
+        return self.num_tokens * (self.past + self.num_tokens / 2)
+
+
+@dataclass(slots=True)
+class Pace:
+    """The measured costs, and the sessions that are expected back.
+
+    Small pieces cost more a token than large ones, so those beside rounds are measured by themselves.
+    """
+
+    _alone: ReadingCost = field(default_factory=ReadingCost)
+    _beside: ReadingCost = field(default_factory=ReadingCost)
+    _decoding_s: dict[int, Smoothed] = field(default_factory=dict)  # of a forward, by the bits of its number of tokens
+    _absence_s: Smoothed = field(default_factory=Smoothed)
+    _left_s: dict[str, float] = field(default_factory=dict)  # when each session's last round ended
+    _last_end_s: float = 0.0  # of the last forward
+    _last_reading_s: float = 0.0  # what prompts took of it
+
+    # --- what is measured
+
+    def observe_forward(self, num_decoding: int, pieces: Iterable[Piece], elapsed_s: float, end_s: float) -> None:
+        """Take note of a forward over `num_decoding` tokens of sessions that decode, and pieces of prompts."""
+        pieces = list(pieces)
+        num_tokens, num_pairs = sum(piece.num_tokens for piece in pieces), sum(piece.num_pairs for piece in pieces)
+        self._last_end_s = end_s
+        if not num_tokens:
+            self._decoding_s.setdefault(num_decoding.bit_length(), Smoothed()).observe(elapsed_s)
+            self._last_reading_s = 0.0
+            return
+        decoding_s = (self.decoding_s(num_decoding) if num_decoding else self._least_s()) or 0.0
+        reading_s = max(0.0, elapsed_s - decoding_s)
+        (self._beside if num_decoding else self._alone).observe(num_tokens, num_pairs, reading_s)
+        self._last_reading_s = reading_s if num_decoding else elapsed_s
+
+    def observe_arrival(self, key: str, arrived_s: float) -> None:
+        """Take note that a session's round has arrived."""
+        left_s = self._left_s.pop(key, None)
+        if left_s is not None and arrived_s - left_s < MAX_ABSENCE_S:
+            self._absence_s.observe(max(0.0, arrived_s - left_s))
+
+    def observe_end(self, key: str, end_s: float) -> None:
+        """Take note that a session's round has ended; it is expected back."""
+        self._left_s[key] = end_s
+
+    def forget(self, key: str) -> None:
+        """Do not expect a session back."""
+        self._left_s.pop(key, None)
+
+    # --- what follows
+
+    @property
+    def absence_s(self) -> float:
+        """How long sessions are away between two rounds; 0 before the first has come back."""
+        return self._absence_s.value or 0.0
+
+    def decoding_s(self, num_tokens: int) -> float | None:
+        """Return what a forward of so many tokens, without prompts, takes; None before any was measured."""
+        wanted = num_tokens.bit_length()
+        nearest = min(self._decoding_s, key=lambda bits: abs(bits - wanted), default=None)
+        return None if nearest is None else self._decoding_s[nearest].value
+
+    def _least_s(self) -> float | None:
+        return min((cost.value or 0.0 for cost in self._decoding_s.values()), default=None)
+
+    def expected_until_s(self, now_s: float) -> float | None:
+        """Return until when a session that decodes is expected back; None where none is."""
+        late_s = LATE_FACTOR * self.absence_s
+        self._left_s = {key: left_s for key, left_s in self._left_s.items() if now_s < left_s + MAX_ABSENCE_S}
+        latest = max(self._left_s.values(), default=None)
+        return latest + late_s if latest is not None and now_s < latest + late_s else None
+
+    def hold_s(self, now_s: float) -> float:
+        """Return how long prompts should wait for sessions that decode, to share a forward with them.
+
+        A forward costs about as much for a few tokens as for one. So a forward of prompts alone, short enough to make
+        nobody wait, would read next to nothing; unless the sessions are away for longer than a forward takes.
+        """
+        until_s, least_s = self.expected_until_s(now_s), self._least_s()
+        if until_s is None or least_s is None or self.absence_s > least_s:
+            return 0.0
+        return max(0.0, until_s - now_s)
+
+    def allowance_s(self, num_decoding: int, arrived_s: Iterable[float | None], now_s: float) -> float | None:
+        """Return how long prompts may take in the next forward; None before anything was measured.
+
+        `arrived_s` has, for each session that decodes in it, when its round arrived, None if that had a forward before.
+        """
+        arrivals = list(arrived_s)
+        if not arrivals:
+            return self._allowance_alone_s(now_s)
+        forward_s = self.decoding_s(num_decoding)
+        if forward_s is None or not (self._beside.is_measured or self._alone.is_measured):
+            return None
+        return min(self._allowance_beside_s(forward_s, each) for each in arrivals)
+
+    def _allowance_beside_s(self, forward_s: float, arrived_s: float | None) -> float:
+        if arrived_s is None:
+            return SHARE * forward_s
+        waited_s = min(self._last_reading_s, max(0.0, self._last_end_s - arrived_s))
+        return max(0.0, SHARE * (forward_s + self.absence_s) - waited_s)
+
+    def _allowance_alone_s(self, now_s: float) -> float | None:
+        if self.expected_until_s(now_s) is None:
+            return MAX_READING_S
+        forward_s = self._least_s()
+        return None if forward_s is None else forward_s + self.absence_s
+
+    def num_tokens_within(self, allowance_s: float, past: int, num_left: int, *, beside: bool) -> int:
+        """Return how many of a prompt's `num_left` next tokens may be read, `beside` rounds or alone."""
+        token_s = self._token_s(past, beside)
+        if token_s * num_left <= allowance_s:
+            return num_left
+        if allowance_s <= 0:
+            return 0
+        return min(num_left, max(MIN_PIECE_TOKENS, int(allowance_s / token_s)))
+
+    def reading_s(self, piece: Piece, *, beside: bool = False) -> float:
+        """Return how long a piece takes."""
+        return piece.num_tokens * max(LEAST_TOKEN_S, self._token_s(piece.past + piece.num_tokens // 2, beside))
+
+    def _token_s(self, past: int, beside: bool) -> float:
+        """Return the cost of a token; where one kind was not measured yet the other one's."""
+        cost, other = (self._beside, self._alone) if beside else (self._alone, self._beside)
+        return (cost if cost.is_measured else other).token_s(past)

@@ -1,0 +1,201 @@
+"""Which new sessions are let in, on a clock that the tests move."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from coordinator.admission import CROWDED_MARGIN, MARGIN, TENANT_MEMORY_S, Admission, Ticket
+from coordinator.loads import ReportedLoads, TargetLoad
+from coordinator.session_ids import SessionName
+from coordinator.sessions import open_store
+from specdec.errors import NotFoundError, OverloadedError
+from specdec.outside import Outside
+from specdec.v1 import generation_pb2, types_pb2
+from tests.support.toy_coordinator import PROMPT, ToyCoordinator
+
+TOKEN_S = 0.01  # of a session alone
+LENGTH = 100
+
+
+class World:
+    """Sessions that share a target: with n of them each token takes n times as long."""
+
+    def __init__(self) -> None:
+        self.now_s, self.load = 0.0, TargetLoad()
+        self.outside = Outside(lambda: self.now_s, lambda: 0.5)
+        self.admission = Admission(lambda: self.load, self.outside)
+        self.tickets: list[Ticket] = []
+
+    def enter(self, tenant: str = "", num_tokens: int = LENGTH, left_s: float | None = 8.0) -> Ticket:
+        self.admission.check(tenant, 10, num_tokens, left_s)
+        self.tickets.append(self.admission.enter(tenant, num_tokens, left_s))
+        return self.tickets[-1]
+
+    def run(self, num_tokens: int = 1) -> None:
+        """Let every session write so many tokens."""
+        for _ in range(num_tokens):
+            self.now_s += TOKEN_S * len(self.tickets)
+            for ticket in list(self.tickets):
+                self.admission.progress(ticket, 1)
+                if ticket.num_done >= ticket.num_tokens:
+                    self.end(ticket)
+
+    def end(self, ticket: Ticket) -> None:
+        self.tickets.remove(ticket)
+        self.admission.leave(ticket, is_complete=True)
+
+    def fill(self, tenant: str = "", left_s: float = 8.0) -> int:
+        """Let sessions in until one is refused; return how many."""
+        for count in range(1000):
+            try:
+                self.enter(tenant, left_s=left_s)
+            except OverloadedError:
+                return count
+        raise AssertionError("nothing was refused")
+
+
+@pytest.fixture
+def world() -> World:
+    """Knows the time of a token and the length of texts."""
+    world = World()
+    world.enter()
+    world.run(LENGTH)
+    assert not world.tickets
+    world.now_s += 2 * TENANT_MEMORY_S
+    return world
+
+
+def test_everybody_is_let_in_before_anything_is_measured() -> None:
+    world = World()
+    for _ in range(50):
+        world.enter()
+
+
+def test_sessions_are_let_in_while_they_meet_their_deadlines(world: World) -> None:
+    # n sessions take n * 1 s
+    assert world.fill() == int(8.0 * MARGIN)
+    begin_s = world.now_s
+    world.run(LENGTH)
+    assert world.now_s <= begin_s + 8.0
+    assert world.fill() == int(8.0 * MARGIN), "as many again, once these have ended"
+
+
+def test_no_deadline_is_no_reason_to_refuse(world: World) -> None:
+    for _ in range(100):
+        world.enter(left_s=None)
+
+
+def test_others_deadlines_count(world: World) -> None:
+    for _ in range(3):
+        world.enter(left_s=4.0)
+    with pytest.raises(OverloadedError, match="miss their deadlines"):
+        world.enter(left_s=1000.0)
+
+
+def test_lost_deadlines_do_not_keep_others_out(world: World) -> None:
+    ticket = world.enter(left_s=1.5)
+    world.now_s += 1.0  # half a second left, for a text that takes one
+    assert ticket.num_done == 0
+    world.enter(left_s=8.0)
+
+
+def test_sessions_near_their_end_count_little(world: World) -> None:
+    world.enter(left_s=1.5)
+    world.run(90)
+    world.enter(left_s=8.0)
+
+
+def test_texts_that_end_early_make_room_for_more(world: World) -> None:
+    for _ in range(100):
+        ticket = world.enter(num_tokens=1000, left_s=None)
+        world.run(LENGTH)
+        world.end(ticket)
+    world.enter(num_tokens=1000, left_s=2.0)  # of which a tenth is expected
+
+
+def test_prompts_ahead_count(world: World) -> None:
+    world.load = TargetLoad(prompt_s=6.5)
+    with pytest.raises(OverloadedError, match=r"would take 7\.5 s"):
+        world.enter()
+
+
+def test_long_prompts_count(world: World) -> None:
+    world.load = TargetLoad(prompt_token_s=0.01)
+    world.admission.check("", 100, LENGTH, 8.0)
+    with pytest.raises(OverloadedError):
+        world.admission.check("", 700, LENGTH, 8.0)
+
+
+def test_waiting_for_a_place_counts(world: World) -> None:
+    world.load = TargetLoad(num_resident=10.0, num_without_place=50.0)  # five sessions long, of a second each
+    world.admission.check("", 10, LENGTH, 8.0)
+    world.load = TargetLoad(num_resident=10.0, num_without_place=70.0)
+    with pytest.raises(OverloadedError):
+        world.admission.check("", 10, LENGTH, 8.0)
+
+
+def test_refusals_say_when_to_come_back(world: World) -> None:
+    world.fill()
+    with pytest.raises(OverloadedError) as refused:
+        world.enter()
+    assert refused.value.retry_after_s == pytest.approx(0.3, abs=0.1)
+    world.load = TargetLoad(prompt_s=1000.0)
+    with pytest.raises(OverloadedError) as refused:
+        world.enter()
+    assert refused.value.retry_after_s == 15.0, "the maximum, and half of it again"
+
+
+def test_one_tenant_cannot_take_everything(world: World) -> None:
+    world.enter("small")
+    greedy = world.fill("greedy")
+    assert greedy == int(8.0 * CROWDED_MARGIN) - 1
+    for _ in range(int(8.0 * MARGIN) - greedy - 1):
+        world.enter("small")
+
+
+def test_a_tenant_keeps_its_share_while_it_is_away(world: World) -> None:
+    world.end(world.enter("small"))
+    world.fill("greedy")
+    world.enter("small")
+
+
+def test_reports_of_loads_are_averaged_and_age() -> None:
+    now_s = 0.0
+    loads = ReportedLoads(Outside(lambda: now_s))
+    loads.report(types_pb2.Load(prompt_s=1.0, num_prompt_tokens=100, num_resident=2))
+    loads.report(types_pb2.Load(prompt_s=3.0, num_prompt_tokens=300, num_without_place=4))
+    assert loads.load.prompt_s == 2.0
+    assert loads.load.prompt_token_s == pytest.approx(0.01)
+    assert (loads.load.num_resident, loads.load.num_without_place) == (1.0, 2.0)
+    now_s = 6.0
+    assert loads.load == TargetLoad(prompt_token_s=loads.load.prompt_token_s)
+
+
+@pytest.mark.parametrize("prompt_s", [float("nan"), float("inf"), -1.0, 1e9])
+def test_impossible_reports_are_ignored(prompt_s: float) -> None:
+    loads = ReportedLoads()
+    loads.report(types_pb2.Load(prompt_s=prompt_s, num_prompt_tokens=1))
+    assert loads.load == TargetLoad()
+
+
+async def test_refused_requests_write_nothing() -> None:
+    store = open_store("memory", 1000.0)
+    coordinator = ToyCoordinator(store)
+    request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenSequence(ids=PROMPT))
+    running = SessionName.of("", "running")
+    ticket = await coordinator.begin(request, running, left_s=8.0)
+    coordinator.admission.progress(ticket, 1)
+    await asyncio.sleep(0.01)
+    coordinator.admission.progress(ticket, 1)
+    with pytest.raises(OverloadedError) as refused:
+        await coordinator.begin(request, SessionName.of("", "refused"), left_s=0.001)
+    assert refused.value.retry_after_s
+    with pytest.raises(NotFoundError):
+        await store.read("refused")
+    assert len(coordinator.admission) == 1
+    async with aclosing(coordinator.follow("running", 0, b"")) as chunks:
+        await anext(chunks)
+        repeated = await coordinator.begin(request, running, left_s=0.001)  # it runs here already
+    coordinator.admission.leave(repeated, is_complete=False)
+    await store.close()

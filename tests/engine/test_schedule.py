@@ -1,0 +1,136 @@
+"""What a long prompt does to others: the real schedule in virtual time, over forwards of known cost."""
+
+import statistics
+from itertools import pairwise
+from typing import Any
+
+from specdec.engine import KvCache, Submission, Task
+from specdec.engine.schedule import Schedule
+from specdec.outside import Outside
+from tests.simulation.engine import ToyPool
+
+LONG, SHORT = 8000, 200
+FORWARD_S, TOKEN_S, PAIR_S = 0.009, 0.0007, 4.5e-7  # of the demo target in float32
+ABSENCE_S = 0.002  # of a neighbour between two rounds
+
+
+class Machine:
+    """The schedule, a clock, and what the engine thread does with them."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.cache = KvCache(ToyPool(100_000))
+        outside = Outside(lambda: self.now_s)
+        self.schedule: Schedule[Task[None]] = Schedule(self, 2048, 512, 30.0, outside)  # type: ignore[arg-type]
+        self._num_tasks = 0
+
+    def check(self, feed: Any) -> None:
+        """Accept every feed."""
+
+    def add(self, key: str, num_tokens: int, start: int = 0) -> Task[None]:
+        self._num_tasks += 1
+        task = Task[None](key, start, [1] * num_tokens, 1)
+        task.submit(Submission(self._num_tasks, lambda: self.now_s))
+        self.schedule.add(task)
+        return task
+
+    def step(self) -> None:
+        """Run a forward."""
+        batch = self.schedule.choose_batch()
+        costs = [len(feed.tokens) * (TOKEN_S + PAIR_S * feed.sequence.length) for _, feed in batch]
+        elapsed_s = FORWARD_S + sum(costs)
+        self.now_s += elapsed_s
+        for _, feed in batch:
+            feed.sequence.append(feed.tokens, feed.parents)
+        self.schedule.note_forward(elapsed_s)
+        for task, feed in batch:
+            task.timings.forward_s += elapsed_s
+            task.note_fed(feed, None)
+            if not task.tokens:
+                task.finish(None)
+        self.schedule.end_done()
+
+    def first_token_s(self, key: str, num_tokens: int) -> float:
+        """Return how long a prompt takes."""
+        begin_s, task = self.now_s, self.add(key, num_tokens)
+        while not task.done:
+            self.step()
+        return self.now_s - begin_s
+
+
+class Neighbour:
+    """A session that decodes: a round, an absence, a round."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        machine.first_token_s("neighbour", 50)
+        self._length, self._back_s = 50, machine.now_s + ABSENCE_S
+        self._round: Task[None] | None = None
+        self.ended_s = [machine.now_s]
+
+    def live(self) -> None:
+        """Run one forward, after waiting for the neighbour if the schedule says so."""
+        machine = self._machine
+        if self._round is None and (not machine.schedule.tasks or machine.schedule.hold_s()):
+            machine.now_s = max(machine.now_s, self._back_s)
+        if self._round is None and machine.now_s >= self._back_s:
+            self._round = machine.add("neighbour", 1, self._length)
+            self._round.submission.arrived_s = self._back_s
+        machine.step()
+        if self._round is not None and self._round.done:
+            self._round, self._length = None, self._length + 1
+            self.ended_s.append(machine.now_s)
+            self._back_s = machine.now_s + ABSENCE_S
+
+    def gaps_s(self, num_rounds: int) -> list[float]:
+        """Return the gaps between the next rounds."""
+        count = len(self.ended_s)
+        while len(self.ended_s) < count + num_rounds:
+            self.live()
+        times = self.ended_s[count - 1 :]
+        return [later - earlier for earlier, later in pairwise(times)]
+
+
+async def test_a_short_prompt_hardly_waits_for_a_long_one() -> None:
+    machine = Machine()
+    alone_s = max(machine.first_token_s(f"alone {number}", SHORT) for number in range(5))
+    long = machine.add("long", LONG)
+    for number in range(5):
+        for _ in range(20):
+            machine.step()
+        assert not long.done
+        assert machine.first_token_s(f"behind {number}", SHORT) <= 2 * alone_s
+
+
+async def test_a_neighbours_gap_at_most_doubles() -> None:
+    machine = Machine()
+    neighbour = Neighbour(machine)
+    alone_s = statistics.median(neighbour.gaps_s(50))
+    long = machine.add("long", LONG)
+    neighbour.gaps_s(20)  # the cost of small pieces is measured first
+    beside = neighbour.gaps_s(100)
+    assert not long.done
+    assert max(beside) <= 2.1 * alone_s
+
+
+async def test_a_long_prompt_beside_a_neighbour_goes_on() -> None:
+    machine = Machine()
+    neighbour = Neighbour(machine)
+    neighbour.gaps_s(20)
+    begin_s, long = machine.now_s, machine.add("long", LONG)
+    while not long.done:
+        neighbour.live()
+    alone = Machine()
+    assert machine.now_s - begin_s <= 3.5 * alone.first_token_s("long", LONG)
+
+
+async def test_long_prompts_do_not_starve() -> None:
+    """Short ones come without end, faster than they can be read."""
+    machine = Machine()
+    long, number = machine.add("long", 1000), 0
+    while not long.done and machine.now_s < 60:
+        for _ in range(3):
+            number += 1
+            machine.add(f"short {number}", SHORT)
+        machine.step()
+    assert long.done
