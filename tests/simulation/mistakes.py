@@ -332,6 +332,8 @@ MISTAKES = [
         "coordinator.streams:WorkerStream.abandon",
         "self._stream, self._worker, self._held = None, None, 0",
         "self._stream, self._worker = None, None",
-        15,
+        6,
+        TWO_STORES,
+        also=(NO_PROOF, NO_INCARNATION),
     ),
 ]
