@@ -1,6 +1,7 @@
 """Fixtures of several test files."""
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -33,3 +34,8 @@ def redis_url(redis_server: RedisServer) -> str:
     with redis_server.client() as client:
         client.flushall()
     return redis_server.url
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return how many processes share the test files: one more than cores, as many tests wait for what they started."""
+    return (os.cpu_count() or 1) + 1

@@ -347,6 +347,7 @@ async def test_json_has_one_line_per_chunk(service: Service, address: str) -> No
         "text": "Once upon",
         "origins": ["accepted", "bonus"],
         "digest": digest_at(2).hex(),
+        "proof": "",
         "text_ends": [4, 9],
     }
     assert chunks[-1]["finish"]["reason"] == "stop"

@@ -13,7 +13,7 @@ from coordinator.pool.watching import watching
 from coordinator.target import target_watch
 from specdec.serving.channels import open_worker_channel
 from specdec.serving.server import Server, serving
-from specdec.v1 import target_pb2, target_pb2_grpc
+from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.settings import TargetSettings
 from tests.support.dns_server import dns_server
 from tests.support.manifests import OVERLAYS, containers, environment, named, render
@@ -63,8 +63,9 @@ class Listed(target_pb2_grpc.TargetServiceServicer):
     """A target worker without a model."""
 
     async def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
-        """Answer with an empty description."""
-        return target_pb2.GetTargetResponse()
+        """Describe a model."""
+        model = types_pb2.ModelInfo(name="none", tokenizer_fingerprint="t", vocab_size=8, context_length=8)
+        return target_pb2.GetTargetResponse(model=model)
 
     def Score(self, requests: object, context: object) -> AsyncIterator[target_pb2.ScoreResponse]:
         """Refuse: no test here scores."""

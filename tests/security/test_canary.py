@@ -58,7 +58,7 @@ async def talkative(pair: Path, tmp_path: Path, store: SecureRedis, logs: String
     hooks, before = (sys.excepthook, sys.unraisablehook, threading.excepthook), structlog.get_config()
     handlers, level = logging.root.handlers[:], logging.root.level
     configure_logs("test", "debug", "json")
-    url = {"store": store.url(PASSWORD), "session_ttl_s": 3.0}
+    url = {"store": store.url(PASSWORD), "session_ttl_s": 10.0}
     async with secure_cluster(pair, pair, tmp_path / "secure", **url) as running:
         yield running
     sys.excepthook, sys.unraisablehook, threading.excepthook = hooks

@@ -155,7 +155,7 @@ MISTAKES = [
         "coordinator.streams:WorkerStream._answer",
         "if reply is None:",
         "if False:",
-        8,
+        41,
         hole="H6",
     ),
     Mistake(
@@ -163,7 +163,7 @@ MISTAKES = [
         "commit.lua",
         "if tonumber(meta[1]) > tonumber(ARGV[1]) then",
         "if false then",
-        8,
+        34,
         also=(NO_HEALING,),
     ),
     Mistake(
@@ -276,14 +276,14 @@ MISTAKES = [
         "coordinator.running:RunningGeneration._is_complete",
         "return self.generation.done and self._num_published == len(self.generation.emitted)",
         "return self.generation.done",
-        10,
+        5,
     ),
     Mistake(
         "a session that the store lost is not brought back",
         "coordinator.running:RunningGeneration._publish",
         "raise told(await heal(self._store, self.shown)) from refusal",
         "raise",
-        30,
+        154,
         ROLLBACK,
         hole="H4",
     ),
@@ -318,7 +318,7 @@ MISTAKES = [
         "coordinator.pool.watching:PoolWatch._watch",
         "num_failures = 0 if await worker.probe() else",
         "num_failures = 0 if not num_failures and await worker.probe() else",
-        23,
+        58,
     ),
     Mistake(
         "a stream that ends still counts at its worker",

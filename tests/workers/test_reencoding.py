@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,9 +66,12 @@ def committed(reencoder: Reencoder, tokens: Sequence[int]) -> ReencodedText:
     return text
 
 
+texts_of = cache(token_texts)  # some milliseconds for a vocabulary
+
+
 def bytes_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
     """Return what tokens stand for, special ones by their names."""
-    texts = token_texts(tokenizer)
+    texts = texts_of(tokenizer)
     return b"".join(text.encode() if isinstance(text, str) else text for text in map(texts.__getitem__, tokens))
 
 
