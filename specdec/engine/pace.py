@@ -1,8 +1,10 @@
 """What forwards cost, as measured, and how many prompt tokens a forward may read beside sessions that decode.
 
 A session that decodes comes back for its next round after an absence: drafting, the coordinator, the network. Alone,
-its rounds are an absence and a forward apart. Prompts may double that at most: the time that they take in the forward
-before its round and in its own is limited to what one such gap takes. Times come as arguments, in seconds.
+its rounds are an absence and a forward apart. A prompt may double that at most: the time that prompts take in the
+forward before its round and in its own is limited to what one such gap takes. Where more prompts are being read than
+sessions decode, they may take so many times more: all get the same share of the engine, and many that came together
+soon decode together, in forwards that cost little more than one session's. Times come as arguments, in seconds.
 """
 
 from collections.abc import Iterable
@@ -167,8 +169,10 @@ class Pace:
             return 0.0
         return max(0.0, until_s - now_s)
 
-    def allowance_s(self, num_decoding: int, arrived_s: Iterable[float | None], now_s: float) -> float | None:
-        """Return how long prompts may take in the next forward; None before anything was measured.
+    def allowance_s(
+        self, num_decoding: int, arrived_s: Iterable[float | None], now_s: float, num_prompts: int = 1
+    ) -> float | None:
+        """Return how long `num_prompts` prompts may take in the next forward; None before anything was measured.
 
         `arrived_s` has, for each session that decodes in it, when its round arrived, None if that had a forward before.
         """
@@ -178,7 +182,8 @@ class Pace:
         forward_s = self.decoding_s(num_decoding)
         if forward_s is None or not (self._beside.is_measured or self._alone.is_measured):
             return None
-        return min(self._allowance_beside_s(forward_s, each) for each in arrivals)
+        least_s = min(self._allowance_beside_s(forward_s, each) for each in arrivals)
+        return max(least_s, min(least_s * num_prompts / len(arrivals), MAX_READING_S))
 
     def _allowance_beside_s(self, forward_s: float, arrived_s: float | None) -> float:
         if arrived_s is None:

@@ -217,11 +217,12 @@ class Schedule(Generic[TaskT]):
         """Add pieces of prompts to the batch."""
         now_s = self._outside.now_s()
         rounds = [place for place in self._running if place.is_decoding and batch.has(place.task)]
+        prompts = [self._prompt(place) for place in self._running if not place.is_decoding]
         arrivals = [None if place.has_fed else place.task.submission.arrived_s for place in rounds]
-        allowance_s = self._pace.allowance_s(self._num_decoding, arrivals, now_s)
+        allowance_s = self._pace.allowance_s(self._num_decoding, arrivals, now_s, len(prompts))
         budget = ReadingBudget(self._pace, allowance_s, self._prefill_chunk_tokens, beside=bool(rounds))
         pieces = list[Piece]()
-        for place in self._order.ordered([self._prompt(place) for place in self._running if not place.is_decoding]):
+        for place in self._order.ordered(prompts):
             task, past = place.task, place.task.sequence.length
             num_tokens = budget.num_tokens_for(task, batch.num_free)
             if num_tokens and reserved(task.sequence, past + num_tokens):

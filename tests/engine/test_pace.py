@@ -66,6 +66,14 @@ class TestAllowance:
     def test_rounds_of_several_forwards_are_not_delayed_in_each_by_an_absence(self) -> None:
         assert measured().allowance_s(1, [None], 1.0) == pytest.approx(SHARE * FORWARD_S)
 
+    def test_many_prompts_get_as_much_of_the_engine_as_each_session(self) -> None:
+        """Beside one session, and beside as many; never more than prompts alone may take."""
+        alone = measured().allowance_s(1, [None], 1.0)
+        assert alone is not None
+        assert measured().allowance_s(1, [None], 1.0, num_prompts=3) == pytest.approx(3 * alone)
+        assert measured().allowance_s(1, [None] * 3, 1.0, num_prompts=3) == pytest.approx(alone)
+        assert measured().allowance_s(1, [None], 1.0, num_prompts=1000) == MAX_READING_S
+
     def test_prompts_alone_are_limited_by_a_constant(self) -> None:
         assert measured().allowance_s(0, [], 100.0) == MAX_READING_S
 
