@@ -1,6 +1,6 @@
--- Keep a session alive while a round takes long, and return whether the caller still owns it.
+-- Keep a session alive while a round takes long, or only compare it; return whether the caller still owns it.
 -- KEYS: meta, tokens, origins, logprobs
--- ARGV: epoch, time to live (ms), committed length and digest as the caller knows them; a commit may be under way
+-- ARGV: epoch, time to live (ms; 0: as it is), committed length and digest as the caller knows them; a commit may be under way
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'length', 'digest', 'status')
 if not meta[1] then
   return {'gone'}
@@ -15,7 +15,9 @@ end
 if meta[4] == 'cancelled' then
   return {'cancelled'}
 end
-for _, key in ipairs(KEYS) do
-  redis.call('PEXPIRE', key, ARGV[2])
+if tonumber(ARGV[2]) > 0 then
+  for _, key in ipairs(KEYS) do
+    redis.call('PEXPIRE', key, ARGV[2])
+  end
 end
 return {'alive'}

@@ -63,7 +63,7 @@ class Coordinator:
         self._store = store
         self._running = running
         self._outside = outside
-        self._shown = ShownSessions()
+        self._shown = ShownSessions(store.ttl_s)
         self._session_workers = SessionWorkers(workers, limits.max_draft_tokens)
 
     async def begin(
@@ -154,7 +154,8 @@ class Coordinator:
             await _tolerated("", self._store.answers())
             has_broken = self._store.unbroken_s < 2 * period_s
             running = self._running.silent(0.0 if has_broken else period_s)
-            left = self._shown.all if has_broken else self._shown.due(self._outside.now_s())
+            due = self._shown.due(self._outside.now_s())
+            left = self._shown.all if has_broken else due
             checks = [(one.session_id, one.check()) for one in running]
             checks += [(one.session_id, self._check_left(one)) for one in left]
             await asyncio.gather(*(_tolerated(session_id, check) for session_id, check in checks))
@@ -163,7 +164,7 @@ class Coordinator:
         """Compare a session that was left with the store's. Raises UnavailableError."""
         length = len(shown.prompt) + len(shown.emitted)
         try:
-            await self._store.heartbeat(shown.session_id, shown.epoch, length, shown.digest)
+            await self._store.compare(shown.session_id, shown.epoch, length, shown.digest)
         except SessionCancelled:
             self._shown.take(shown.session_id)
         except (FencedError, DataLossError):

@@ -69,6 +69,11 @@ class SessionStore:
         await self._redis.ping()
 
     @property
+    def ttl_s(self) -> float:
+        """Seconds that a session is kept after its last commit."""
+        return self._ttl_ms / 1000
+
+    @property
     def unbroken_s(self) -> float:
         """Seconds since a call to the store last failed, also if it was repeated with success."""
         return self._redis.unbroken_s
@@ -160,6 +165,13 @@ class SessionStore:
         Raises as `commit`.
         """
         _check_owner(*await self._heartbeat(keys(session_id), [epoch, self._ttl_ms, length, digest]))
+
+    async def compare(self, session_id: str, epoch: int, length: int, digest: bytes) -> None:
+        """Ask whether the store has what was committed, of a session that nobody runs: it expires as it would.
+
+        Raises as `commit`.
+        """
+        _check_owner(*await self._heartbeat(keys(session_id), [epoch, 0, length, digest]))
 
     async def cancel(self, session_id: str) -> Status:
         """End a session; return its state. Raises as `read`."""

@@ -1,7 +1,8 @@
 """What this coordinator has shown of sessions that do not run here any more, for some time.
 
 A store that goes back in time may lose a session's last commits after its last client has left. The coordinator that
-made them compares, at growing ages, what the store has of it: a store loses what is young.
+made them compares, at growing ages, what the store has of it: a store loses what is young. It stops long before the
+session expires, as one that has expired looks as if it was lost, and must not come back.
 """
 
 from collections import OrderedDict
@@ -27,7 +28,9 @@ class _Entry:
 class ShownSessions:
     """Sessions as they were shown, the one that was left last at the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, ttl_s: float) -> None:
+        """`ttl_s` is how long the store keeps a session after its last commit."""
+        self._kept_s = min(KEPT_S, ttl_s / 2)
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._num_tokens = 0
 
@@ -61,11 +64,11 @@ class ShownSessions:
         return entry.session
 
     def due(self, now_s: float) -> list[SessionRecord]:
-        """Return those to compare now: at an age of 0, 1, 3, 7, ... seconds, the last time at KEPT_S."""
+        """Return those to compare now: at an age of 0, 1, 2, 4, ... seconds, up to KEPT_S; forget older ones."""
+        for entry in [*self._entries.values()]:
+            if now_s > entry.left_at_s + self._kept_s:
+                self.take(entry.session.session_id)
         entries = [entry for entry in self._entries.values() if entry.due_s <= now_s]
         for entry in entries:
-            age_s = now_s - entry.left_at_s
-            entry.due_s = now_s + max(1.0, age_s)
-            if age_s >= KEPT_S:
-                self.take(entry.session.session_id)
+            entry.due_s = now_s + max(1.0, now_s - entry.left_at_s)
         return [entry.session for entry in entries]

@@ -313,6 +313,18 @@ async def check_a_heartbeat_sees_what_the_store_lacks(store: OpenStore) -> None:
             await store.heartbeat(SESSION, epoch, len(wrong), chain(b"", wrong))
 
 
+async def check_a_comparison_leaves_the_expiry_as_it_is(store: OpenStore) -> None:
+    """A session that was left expires when it was to: comparing it, again and again, does not keep it."""
+    await create(store)
+    epoch = (await store.claim(SESSION)).epoch
+    for key in keys(SESSION)[:2]:
+        await store.redis.pexpire(key, 60_000)
+    await store.compare(SESSION, epoch, len(PROMPT), chain(b"", PROMPT))
+    assert all([0 < await store.redis.pttl(key) <= 60_000 for key in keys(SESSION)[:2]])
+    with pytest.raises(DataLossError):
+        await store.compare(SESSION, epoch, len(PROMPT) + 1, chain(b"", (*PROMPT, 3)))
+
+
 async def check_finished_sessions_take_no_round(store: OpenStore) -> None:
     await create(store)
     epoch = (await store.claim(SESSION)).epoch
@@ -390,6 +402,7 @@ MUTANTS = {
         "or behind < 0 or (behind == 0 and meta[3] ~= ARGV[4])",
         "",
     ),
+    "a comparison ends a session": ("heartbeat", "if tonumber(ARGV[2]) > 0 then", "if true then"),
     "no recognition of replays": ("commit", REPLAY, "if false then"),
     "replays recognised by length alone": ("commit", REPLAY, "if tonumber(meta[2]) == length then"),
     "replays recognised before the epoch": (

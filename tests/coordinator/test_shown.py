@@ -5,6 +5,8 @@ from coordinator.session_record import SessionRecord, Status
 from coordinator.shown import KEPT_S, MAX_TOKENS, ShownSessions
 from specdec.types import Statistics, TokenOrigin
 
+TTL_S = 3600.0
+
 
 def record(name: str, length: int = 1) -> SessionRecord:
     emitted = (OutputToken(1, TokenOrigin.BONUS),) * length
@@ -12,15 +14,23 @@ def record(name: str, length: int = 1) -> SessionRecord:
 
 
 def test_sessions_are_compared_at_growing_ages() -> None:
-    shown = ShownSessions()
+    shown = ShownSessions(TTL_S)
     shown.keep(record("a"), 100.0)
     times = [second for second in range(200) if shown.due(100.0 + second)]
     assert times == [0, 1, 2, 4, 8, 16, 32, int(KEPT_S)]
     assert not len(shown)
 
 
+def test_sessions_are_not_compared_near_their_end() -> None:
+    """One that has expired would look as if the store had lost it."""
+    shown = ShownSessions(10.0)
+    shown.keep(record("a"), 100.0)
+    assert [second for second in range(20) if shown.due(100.0 + second)] == [0, 1, 2, 4]
+    assert not shown.all
+
+
 def test_session_that_is_left_again_begins_anew() -> None:
-    shown = ShownSessions()
+    shown = ShownSessions(TTL_S)
     shown.keep(record("a"), 0.0)
     for second in range(20):
         shown.due(float(second))
@@ -32,7 +42,7 @@ def test_session_that_is_left_again_begins_anew() -> None:
 
 
 def test_oldest_is_forgotten_where_there_are_too_many_tokens() -> None:
-    shown = ShownSessions()
+    shown = ShownSessions(TTL_S)
     half = MAX_TOKENS // 2
     for name in "abc":
         shown.keep(record(name, half - 1), 0.0)

@@ -151,7 +151,7 @@ def assert_no_token_ids(logs: str) -> None:
 async def until_forgotten(store: SecureRedis, words: list[str]) -> None:
     """Wait until the store holds its secret and nothing else; before that it holds the sessions."""
     with store.admin() as admin:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(20):
             while (names := admin.keys("*")) != [b"specdec:secret"]:
                 assert not [word for word in words if any(word.encode() in name for name in names)], "ids of clients"
                 await asyncio.sleep(0.1)
