@@ -19,6 +19,7 @@ from draft_service.drafters.recycle import NUM_SUCCESSORS
 from specdec.exact import codec
 from specdec.exact.prefix import DIGEST_BYTES
 from specdec.exact.sampling import draw, sparse_distributions
+from specdec.exact.tree import depths_of, path_to
 from specdec.exact.values import (
     ObservationRequest,
     Observations,
@@ -102,6 +103,12 @@ def observed(request: ObservationRequest, count: int) -> Observations | None:
     )
 
 
+def accepted(proposal: Proposal) -> tuple[int, ...]:
+    """Return the path to the first token of that depth."""
+    depths = depths_of(proposal.tree)
+    return tuple(path_to(depths.index(NUM_ACCEPTED) + 1, proposal.tree))
+
+
 def even_target(num_tokens: int) -> TargetDistribution:
     """Return a target's answer that is even over the tokens of a union and the rest."""
     prob = 1 / (num_tokens + 1)
@@ -111,7 +118,8 @@ def even_target(num_tokens: int) -> TargetDistribution:
 def messages(proposal: Proposal, wanted: ObservationRequest) -> dict[str, Message]:
     """Return the four messages of a round.
 
-    The target observes the last committed token and all draft tokens; the drafter gets what belongs to committed ones.
+    The target observes the last committed token and the draft tokens that will be accepted, as all of these were
+    chosen, not drawn; the drafter gets the same.
     """
     committed = [VOCAB_SIZE - 1] * (NUM_ACCEPTED + 1)
     positions = tuple(even_target(len(token_ids)) for token_ids in proposal.unions())
@@ -119,7 +127,8 @@ def messages(proposal: Proposal, wanted: ObservationRequest) -> dict[str, Messag
     if (known := observed(wanted, NUM_ACCEPTED + 1)) is not None:
         propose.observations.CopyFrom(codec.observations_to_proto(known))
     drafted = codec.proposal_to_proto(proposal)
-    scored = codec.scores_to_proto(Scores(positions, observations=observed(wanted, len(proposal) + 1)))
+    path = accepted(proposal) if known else None
+    scored = codec.scores_to_proto(Scores(positions, observations=known, observed=path))
     for answer in (drafted, scored):
         answer.cached_len = COMMITTED
         answer.timing.CopyFrom(TIMING)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.text import Detokenizer, StopText
 from specdec.exact.prefix import PrefixChain, chain
-from specdec.exact.randomness import Key, Purpose, uniform, uniforms
+from specdec.exact.randomness import acceptance_uniforms
 from specdec.exact.values import Proposal, Scores, Uniforms, Verdict
 from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
@@ -113,11 +113,7 @@ class Generation:
 
     def uniforms(self, num_draft_tokens: int) -> Uniforms:
         """Return the coordinator's draws of the round that begins now."""
-        length = len(self.committed)
-        return Uniforms(
-            uniforms(self.seed, length, num_draft_tokens, Purpose.ACCEPT),
-            uniform(self.seed, Key(length, 0, Purpose.CLOSE)),
-        )
+        return acceptance_uniforms(self.seed, len(self.committed), num_draft_tokens)
 
     def advance(
         self, proposal: Proposal, scores: Scores, verdict: Verdict, draft_s: float = 0.0, score_s: float = 0.0

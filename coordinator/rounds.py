@@ -6,13 +6,14 @@ The next round runs while the last one's commit is in flight; only emission wait
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Protocol
 
-from coordinator.acceptance import AcceptanceRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import Generation, Round
+from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
 
@@ -190,8 +191,8 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s)
 
-    if scored.scores.observations:
-        observed = committed_observations(scored.scores.observations, proposal, verdict)
+    if scored.scores.observations is not None:
+        observed = committed_observations(scored.scores, len(proposal), verdict)
         for drafter in parts.drafters.values():
             drafter.observe(observed)
     parts.chooser.settle(generation.committed)
@@ -211,7 +212,15 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     return finished_round
 
 
-def committed_observations(observations: Observations, proposal: Proposal, verdict: Verdict) -> Observations:
-    """Return the observations at committed tokens: those before the proposal, and those of the accepted path."""
-    num_before = len(observations) - len(proposal)
-    return observations.select([*range(num_before), *(num_before + token for token in verdict.path)])
+def committed_observations(scores: Scores, num_draft_tokens: int, verdict: Verdict) -> Observations:
+    """Return the observations at committed tokens: those before the proposal, and those of the accepted path.
+
+    Where the target told of other draft tokens than were accepted, they end before the first one that is missing.
+    """
+    observations = scores.observations
+    assert observations is not None
+    observed = range(num_draft_tokens) if scores.observed is None else scores.observed
+    num_before = len(observations) - len(observed)
+    places = {token: num_before + place for place, token in enumerate(observed)}
+    path = takewhile(places.__contains__, verdict.path)
+    return observations.select([*range(num_before), *(places[token] for token in path)])

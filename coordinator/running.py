@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from coordinator import metrics
-from coordinator.acceptance import AcceptanceRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.draft import SessionDrafter
 from coordinator.generation import CommittedChunk, Generation, Round
@@ -16,6 +15,7 @@ from coordinator.session_record import SessionRecord, Status
 from coordinator.sessions import SessionCancelled, SessionStore
 from coordinator.target import SessionScorer
 from specdec.errors import DataLossError, FencedError, UnavailableError
+from specdec.exact.acceptance import AcceptanceRule
 from specdec.outside import REAL, Outside
 from specdec.types import FinishReason, Statistics
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from coordinator import metrics
-from coordinator.acceptance import DEFAULT_RULE, RULES
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
@@ -17,6 +16,7 @@ from coordinator.running import WorkerHandles
 from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
+from specdec.exact.acceptance import DEFAULT_RULE, RULES
 from specdec.exact.values import ObservationRequest
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SpeculationParams
@@ -49,13 +49,14 @@ class SessionWorkers:
         self._note_blind(offered, observed, model)
         capabilities = self._workers.capabilities
         is_greedy = session.sampling.temperature == 0
+        rule = speculation.acceptance_rule or DEFAULT_RULE
         drafters = self._drafters(session, model, speculation.drafter or "", offered, observed)
         names = _names(offered, speculation.drafter)
         return WorkerHandles(
-            scorer=self._workers.target.open(session, model.vocab_size, observed, capabilities.ask_soon),
+            scorer=self._workers.target.open(session, model.vocab_size, observed, rule, capabilities.ask_soon),
             drafters=drafters,
             joint=joint_drafters(names, drafters),
-            rule=RULES[speculation.acceptance_rule or DEFAULT_RULE],
+            rule=RULES[rule],
             chooser=PlanChooser(
                 self._statistics.for_seed(None if is_greedy else session.sampling.seed),
                 names,

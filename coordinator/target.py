@@ -27,10 +27,11 @@ from specdec.errors import (
     UnavailableError,
 )
 from specdec.exact import codec
+from specdec.exact.acceptance import DEFAULT_RULE
 from specdec.exact.values import ObservationRequest, Proposal, Scores
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
-from specdec.types import ModelInfo
+from specdec.types import AcceptanceRuleName, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.1, maximum_s=1.0)  # where no target worker is in service
@@ -76,16 +77,19 @@ class TargetWorkers:
         session: SessionOpening,
         vocab_size: int,
         observations: ObservationRequest = NOTHING,
+        rule: AcceptanceRuleName = DEFAULT_RULE,
         on_mismatch: Callable[[], None] = lambda: None,
     ) -> "SessionScorer":
         """Return a session's scorer; its stream opens with the first round.
 
-        `on_mismatch` is called when a worker cannot serve the session: its model is another, its context too short.
+        `rule` is the one that accepts the session's draft tokens. `on_mismatch` is called when a worker cannot serve
+        the session: its model is another, its context too short.
         """
         target = target_pb2.OpenTarget(
             session=session.opening(),
             model_fingerprint=session.model_fingerprint,
             observations=codec.observation_request_to_proto(observations),
+            acceptance_rule=types_pb2.AcceptanceRule.ValueType(rule.value),
         )
         opening = target_pb2.ScoreRequest(open=target)
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())
@@ -229,7 +233,8 @@ def _check_observations(scores: Scores, committed_length: int, num_draft_tokens:
     observations = scores.observations
     if observations is None:
         return
-    if len(observations) <= num_draft_tokens or observations.end != committed_length + num_draft_tokens:
+    num_observed = num_draft_tokens if scores.observed is None else len(scores.observed)
+    if len(observations) <= num_observed or observations.end != committed_length + num_observed:
         raise codec.MalformedReply(
             f"observations of tokens {observations.start} to {observations.end}, "
             f"where {committed_length} are committed and {num_draft_tokens} drafted"

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from specdec.engine import Task
 from specdec.errors import NonFiniteLogitsError
+from specdec.exact import codec
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import (
     SamplingContext,
@@ -170,7 +172,8 @@ def _target_distributions(tasks: Sequence[ScoreTask], rows: torch.Tensor) -> lis
         for task in tasks
         for uniform in uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
     ]
-    tail_tokens, tail_masses = draw_dense(rows, draws)
+    tail_tokens, masses = draw_dense(rows, draws)
+    tail_masses = np.array(masses, codec.FLOAT32).tolist()  # as they are shipped: what is decided by them, is the same
     cuts = pairwise(accumulate(map(len, unions), initial=0))
     probs = [support_probs[begin:end] for begin, end in cuts]
     return list(map(TargetDistribution, probs, tail_masses, tail_tokens))

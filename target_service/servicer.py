@@ -7,7 +7,7 @@ from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
-from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
+from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import (
     EpochFence,
@@ -22,6 +22,7 @@ from specdec.serving.writing import Writer
 from specdec.types import MAX_DRAFT_TOKENS, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.metrics import METRICS
+from target_service.observing import Observing, observing_from_proto
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
@@ -47,7 +48,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def _begin(self, opening: target_pb2.OpenTarget) -> "ScoreRounds":
         self._check_model(opening.model_fingerprint)
         session = session_from_proto(opening.session, self._model.vocab_size)
-        return ScoreRounds(session, self, self._observation_request(opening))
+        return ScoreRounds(session, self, observing_from_proto(opening, self._model.num_layers))
 
     def forget(self, session: WorkerSession) -> None:
         """Free a session's cache."""
@@ -64,18 +65,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
     async def score(
-        self, session: WorkerSession, message: target_pb2.Score, request: ObservationRequest, match: bool
+        self, session: WorkerSession, message: target_pb2.Score, observing: Observing, match: bool
     ) -> target_pb2.ScoreResponse:
         """Score one round; `match` keeps cached tokens after `start` that are the same."""
         given = self._checked(message)
-        wanted = ObservationRequest() if message.without_observations else request
-        task = self._scorer.task(session, given, wanted, match)
+        task = self._scorer.task(session, given, observing.of_round(message), match)
         try:
             scores = await run_task(self._engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load())
         self._report(session, given, task)
-        response = codec.scores_to_proto(scores)
+        response = codec.scores_to_proto(observing.of_accepted(scores, given, session.seed))
         response.cached_len = given.committed_length
         timings = task.timings
         response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
@@ -120,13 +120,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             message.prefix_digest,
         )
 
-    def _observation_request(self, opening: target_pb2.OpenTarget) -> ObservationRequest:
-        """Check what the session's drafter wants to know. Raises InvalidArgumentError."""
-        try:
-            return codec.observation_request_from_proto(opening.observations, self._model.num_layers)
-        except codec.MalformedReply as error:
-            raise InvalidArgumentError({"open.observations": f"ask for too much: {error}"}) from None
-
     def _report(self, session: WorkerSession, given: ScoreRound, task: ScoreTask) -> None:
         METRICS.observe_round(len(given.draft_tokens) + 1, task.timings)
         get_logger().debug(
@@ -162,14 +155,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 class ScoreRounds(SessionRounds):
     """One session at the target worker."""
 
-    def __init__(self, session: WorkerSession, servicer: TargetServicer, request: ObservationRequest) -> None:
+    def __init__(self, session: WorkerSession, servicer: TargetServicer, observing: Observing) -> None:
         super().__init__(session)
         self._servicer = servicer
-        self._request = request
+        self._observing = observing
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
         """Score one round."""
-        return await self._servicer.score(self.session, message, self._request, match=is_first)
+        return await self._servicer.score(self.session, message, self._observing, match=is_first)
 
     def in_progress(self) -> target_pb2.ScoreResponse | None:
         """Say that the round will be answered."""

@@ -242,6 +242,7 @@ def scores_to_proto(scores: Scores) -> target_pb2.ScoreResponse:
         tail_tokens=np.array([position.tail_token for position in scores.positions], UINT32).tobytes(),
         logprobs=[_logprobs_to_proto(position) for position in scores.logprobs],
         observations=observations_to_proto(scores.observations) if scores.observations else None,
+        observed=None if scores.observed is None else target_pb2.DraftTokens(indices=scores.observed),
     )
 
 
@@ -267,7 +268,16 @@ def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, voc
         _check_logprobs(logprobs, unions, tokens)
         _check_top(logprobs, vocab_size)
     observations = observations_from_proto(message.observations) if message.HasField("observations") else None
-    return Scores(positions, logprobs, observations)
+    return Scores(positions, logprobs, observations, _observed_from_proto(message, len(proposal)))
+
+
+def _observed_from_proto(message: target_pb2.ScoreResponse, num_draft_tokens: int) -> tuple[int, ...] | None:
+    if not message.HasField("observed"):
+        return None
+    observed = tuple(message.observed.indices[: num_draft_tokens + 1])  # the message may have millions
+    if list(observed) != sorted({*observed}) or max(observed, default=-1) >= num_draft_tokens:
+        raise MalformedReply(f"observed draft tokens that are not rising indices below {num_draft_tokens}")
+    return observed
 
 
 def _check_logprobs(

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specdec.exact.values import Uniforms
+
 MAX_SEED = 2**64 - 1
 
 
@@ -44,3 +46,11 @@ def uniform(seed: int, key: Key) -> float:
 def uniforms(seed: int, committed_length: int, count: int, purpose: Purpose) -> tuple[float, ...]:
     """Return the draws of positions 0 to count - 1 of one round."""
     return tuple(uniform(seed, Key(committed_length, position, purpose)) for position in range(count))
+
+
+def acceptance_uniforms(seed: int, committed_length: int, num_draft_tokens: int) -> Uniforms:
+    """Return the draws of one round's acceptance; a target worker that predicts it makes the same."""
+    return Uniforms(
+        uniforms(seed, committed_length, num_draft_tokens, Purpose.ACCEPT),
+        uniform(seed, Key(committed_length, 0, Purpose.CLOSE)),
+    )

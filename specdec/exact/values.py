@@ -143,7 +143,8 @@ class Scores:
 
     positions: tuple[TargetDistribution, ...]  # [N + 1], see tree.py
     logprobs: tuple[PositionLogprobs, ...] = ()  # [N + 1], or empty where none were asked for
-    observations: Observations | None = None  # of the last committed tokens, then of the N draft tokens
+    observations: Observations | None = None  # of the last committed tokens, then of draft tokens
+    observed: tuple[int, ...] | None = None  # the draft tokens that are observed, as indices, rising; None: all N
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.acceptance import TokenRule
+from specdec.exact.acceptance import TokenRule
 from specdec.exact.values import Proposal, Scores, TargetDistribution, Uniforms, one_hot
 from specdec.planning.acceptance import Acceptance, parse_acceptance
 from specdec.planning.costs import Costs, ScoreCosts, parse_score_costs

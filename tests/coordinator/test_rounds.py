@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 
-from coordinator.acceptance import TokenRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import MIN_FOUND, PLAIN, RESTING, DraftPlan, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
 from specdec.errors import FencedError, UnavailableError
-from specdec.exact.values import Observations, Proposal, Verdict
+from specdec.exact.acceptance import TokenRule
+from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.types import FinishReason, SamplingParams, TokenOrigin
 from tests.support.toy_coordinator import until
 from tests.support.toys import (
@@ -321,10 +321,26 @@ async def test_the_drafter_observes_committed_tokens_only() -> None:
 
 def test_observations_follow_the_accepted_path() -> None:
     """Two committed tokens and a tree of four; the second child of the root and its child were accepted."""
-    proposal = Proposal((5, 6, 7, 8), parents=(0, 0, 1, 2))
-    observations = Observations(10, hidden_states=tuple(b"abcdef"[at : at + 1] for at in range(6)))
-    kept = committed_observations(observations, proposal, Verdict((1, 3), 9, TokenOrigin.BONUS))
-    assert kept == Observations(10, hidden_states=(b"a", b"b", b"d", b"f"))
+    scores = Scores((), observations=letters("abcdef"))
+    assert committed_observations(scores, 4, Verdict((1, 3), 9, TokenOrigin.BONUS)) == letters("abdf")
+
+
+@pytest.mark.parametrize(
+    ("observed", "given", "kept"),
+    [((1, 3), "abdf", "abdf"), ((1, 2), "abde", "abd"), ((), "ab", "ab"), ((0, 3), "abcf", "ab")],
+    ids=["those accepted", "one of them", "none", "only later ones"],
+)
+def test_observations_end_before_a_draft_token_that_was_not_observed(
+    observed: tuple[int, ...], given: str, kept: str
+) -> None:
+    """Two committed tokens; the second of four draft tokens and the fourth, which follows it, were accepted."""
+    scores = Scores((), observations=letters(given), observed=observed)
+    assert committed_observations(scores, 4, Verdict((1, 3), 9, TokenOrigin.BONUS)) == letters(kept)
+
+
+def letters(states: str) -> Observations:
+    """Return observations of one letter a token, from token 10 on."""
+    return Observations(10, tuple(letter.encode() for letter in states))
 
 
 async def test_no_observations_are_sent_on_unasked() -> None:

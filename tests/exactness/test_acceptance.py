@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.acceptance import RULES, AcceptanceRule, BlockRule, Remainder, TokenRule, choose, turns
+from specdec.exact.acceptance import RULES, AcceptanceRule, BlockRule, Remainder, TokenRule, choose, turns
 from specdec.exact.tree import path_to
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms, one_hot
 from specdec.types import TokenOrigin

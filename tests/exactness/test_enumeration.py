@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.acceptance import BlockRule, Thresholds, TokenRule
+from specdec.exact.acceptance import BlockRule, Thresholds, TokenRule
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
 from tests.support.enumeration import (
     Distribution,

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import rounds
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
 from coordinator.choosing.plans import MIN_FOUND, DraftPlan
 from coordinator.rounds import Drafted, draft
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Observations, Proposal, SparseDistribution
 from tests.support.enumeration import (
     Draws,

@@ -23,10 +23,10 @@ from benchmarks.judging import (
     reference_distribution,
     standard_deviations,
 )
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import DraftPlan
 from coordinator.choosing.shared_statistics import SharedStatistics
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams

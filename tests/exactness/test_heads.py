@@ -16,11 +16,11 @@ import transformers
 
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
 from benchmarks.random_heads import save_heads
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
 from coordinator.rounds import Drafted, Scored
 from draft_service.drafter import DraftRequest
 from draft_service.heads.drafting import rounds
 from draft_service.heads.drafting.drafter import HeadDrafter
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.sampling import SamplingContext, next_token_distributions
 from specdec.exact.tree import path_to
 from specdec.exact.values import Observations, Proposal

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import merging
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
 from coordinator.joint_names import joint_names, parts_of
 from coordinator.merging import merged, shares
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.tree import is_tree
 from specdec.exact.values import Proposal, SparseDistribution
 from tests.support.enumeration import (

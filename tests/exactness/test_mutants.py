@@ -16,8 +16,8 @@ from benchmarks.judging import (
     joint_distribution,
     reference_distribution,
 )
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
 from coordinator.choosing.chooser import PlanChooser
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
 from tests.support import block_mutants, loop_mutants, mutants, tree_mutants
 from tests.support.enumeration import Enumeration, target_text_distribution, total_variation

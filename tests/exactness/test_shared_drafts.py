@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
 from coordinator.rounds import Drafted, Scored
 from draft_service import finished_texts
 from draft_service.drafter import DraftRequest
@@ -22,6 +21,7 @@ from draft_service.drafters.recycle import RecycleDrafter
 from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.finished_texts import FinishedTexts
 from draft_service.session_texts import TextDrafter
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Observations, Proposal
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams

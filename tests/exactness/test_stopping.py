@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.acceptance import AcceptanceRule, BlockRule, TokenRule
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Proposal, SparseDistribution
 from tests.support.enumeration import (
     ONE,

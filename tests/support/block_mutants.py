@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import cast
 
-from coordinator.acceptance import (
+from specdec.exact.acceptance import (
     AcceptanceRule,
     Block,
     BlockRule,

@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar, cast, overload
 
-from coordinator.acceptance import AcceptanceRule, Thresholds, TokenRule
+from specdec.exact.acceptance import AcceptanceRule, Thresholds, TokenRule
 from specdec.exact.randomness import Purpose
 from specdec.exact.tree import path_to
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms, Verdict

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from coordinator.acceptance import TokenRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import DraftPlan
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.rounds import Drafted
 from specdec.exact import randomness
+from specdec.exact.acceptance import TokenRule
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import draw
 from specdec.exact.values import Proposal, Scores, SparseDistribution, Uniforms, Verdict

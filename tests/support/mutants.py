@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from coordinator.acceptance import AcceptanceRule, Remainder, Thresholds, TokenRule, choose
+from specdec.exact.acceptance import AcceptanceRule, Remainder, Thresholds, TokenRule, choose
 from specdec.exact.randomness import Purpose
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms, Verdict
 from specdec.types import TokenOrigin

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator import generation as generation_module
-from coordinator.acceptance import AcceptanceRule, TokenRule
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.joint_drafter import JointDrafter
 from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
 from specdec.exact import randomness
+from specdec.exact.acceptance import AcceptanceRule, TokenRule
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import SamplingContext, draw, draw_dense, next_token_distributions, sparse_distributions
 from specdec.exact.tree import path_to
@@ -391,8 +390,7 @@ class DrawRecorder:
 
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> "DrawRecorder":
         """Record every draw of the production code and the toys."""
-        for module in (randomness, generation_module):
-            monkeypatch.setattr(module, "uniform", self.uniform)
+        monkeypatch.setattr(randomness, "uniform", self.uniform)
         return self
 
 

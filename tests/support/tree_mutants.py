@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import cast
 
-from coordinator.acceptance import AcceptanceRule, Remainder, Thresholds
+from specdec.exact.acceptance import AcceptanceRule, Remainder, Thresholds
 from specdec.exact.randomness import Purpose
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms, Verdict
 from specdec.types import TokenOrigin

@@ -58,10 +58,9 @@ def test_observations_travel_only_when_asked_for(way: Way) -> None:
 
 @all_ways
 def test_hidden_states_are_nearly_all_of_it(way: Way) -> None:
-    """Two bytes a value, at every scored position, and once more at every committed token."""
+    """Two bytes a value, at every committed token, from the target and to the drafter."""
     num_layers = len(way.wanted.hidden_layers)
-    num_positions = len(way.proposal) + 1 + NUM_ACCEPTED + 1
-    hidden_bytes = 2 * HIDDEN_SIZE * num_layers * num_positions
+    hidden_bytes = 2 * 2 * HIDDEN_SIZE * num_layers * (NUM_ACCEPTED + 1)
     assert 0 <= sum(sizes(way).values()) - hidden_bytes < MAX_BYTES
 
 
