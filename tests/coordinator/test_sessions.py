@@ -23,7 +23,8 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 from coordinator.generation import OutputToken, Round
 from coordinator.prompts import EncodedPrompt
 from coordinator.session_record import Status
-from coordinator.sessions import SessionCancelled, SessionStore, keys, open_store
+from coordinator.session_replies import SessionCancelled
+from coordinator.sessions import SessionStore, keys, open_store
 from coordinator.stores.client import PATIENCE_S, RedisClient
 from coordinator.stores.node import MAX_CALLS, Command, Node
 from coordinator.stores.opening import memory_pool, open_redis
