@@ -363,6 +363,7 @@ MISTAKES = [
         "renew_lease(KEYS[1], ARGV[12])",
         "",
         0,
+        frozenset({"slow down"}),
         hole="H9",
     ),
     Mistake(
@@ -371,6 +372,7 @@ MISTAKES = [
         "if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then",
         "if true then",
         0,
+        frozenset({"stop"}),
     ),
     Mistake(
         "a tail shows tokens that the log does not have",
