@@ -54,13 +54,13 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         prompts = Prompts(tokenizer, load_chat_template(folder))
         stack.callback(prompts.close)
         limits = RequestLimits(settings.max_new_tokens, settings.max_draft_tokens)
-        service = Coordinator(workers, prompts, store, running, limits)
+        service = Coordinator(workers, prompts, store, running, limits, detached=settings.detached_rule)
         servicer = GenerationServicer(service, SessionIds(await store.secret()))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         await workers.capabilities.ready()
         async with (
             supervised(server, "capabilities", workers.capabilities.watch()),
-            supervised(server, "heartbeats", service.watch()),
+            supervised(server, "upkeep", service.watch()),
         ):
             yield
         await running.stop()
@@ -75,6 +75,7 @@ async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionS
             settings.store_password_file,
             num_replicas=settings.store_replicas,
             patience_s=settings.store_patience_s,
+            lease_s=settings.lease_s,
         )
         try:
             if not await store.ping() and address != "memory":

@@ -1,8 +1,8 @@
--- Append one round, if the caller still owns the session and knows its length. Recognises a replay of itself: the
--- client library repeats a command whose reply was lost.
+-- Append one round, if the caller still owns the session and knows its length, and renew the owner's lease. Recognises
+-- a replay of itself: the client library repeats a command whose reply was lost.
 -- KEYS: meta, tokens, origins, logprobs
 -- ARGV: epoch, base length, base digest, digest, packed tokens, packed origins, packed logprobs, time to live (ms),
---       status, finish reason, statistics
+--       status, finish reason, statistics, length of the lease (ms)
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'length', 'digest', 'status')
 if not meta[1] then
   return {'gone'}
@@ -29,6 +29,7 @@ if meta[4] ~= 'active' then
 end
 redis.call('HSET', KEYS[1], 'length', string.format('%d', length), 'digest', ARGV[4], 'status', ARGV[9],
   'finish', ARGV[10], 'statistics', ARGV[11])
+renew_lease(KEYS[1], ARGV[12])
 redis.call('APPEND', KEYS[2], ARGV[5])
 redis.call('APPEND', KEYS[3], ARGV[6])
 if #ARGV[7] > 0 then

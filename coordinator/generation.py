@@ -3,6 +3,7 @@
 Nothing here awaits, logs, reads clocks or draws randomness.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from coordinator.text import Detokenizer, StopText
@@ -79,10 +80,7 @@ class Generation:
         self.committed = list(self.prompt)
         self._stop = StopText(self.sampling.stop)
         self._digests = [self.prompt_digest or chain(b"", self.prompt)]
-        for entry in replayed:
-            self._append(entry)
-        if finish:
-            self.end(finish)
+        self.replay(replayed, finish)
 
     @property
     def done(self) -> bool:
@@ -139,6 +137,13 @@ class Generation:
             ),
         )
         return Round(base_length, base_digest, emitted, self._digests[-1], self.finish, self.statistics)
+
+    def replay(self, emitted: Iterable[OutputToken], finish: FinishReason | None) -> None:
+        """Append what the store has, and end as the session did."""
+        for entry in emitted:
+            self._append(entry)
+        if finish:
+            self.end(finish)
 
     def end(self, reason: FinishReason) -> None:
         """End here; text that was held back as the beginning of a stop string is certain now."""

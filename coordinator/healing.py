@@ -5,10 +5,11 @@ the store up to date where the text goes on from what the store has. Where it do
 name: the session is lost, and nobody is shown more of it.
 """
 
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from coordinator.generation import OutputToken
+from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.session_record import SessionRecord, Status
 from coordinator.sessions import SessionStore
 from specdec.errors import DataLossError, FencedError, SpecdecError, UnavailableError
@@ -44,6 +45,11 @@ class Position:
         """Return the session with what the store's text lacks."""
         emitted = (*stored.emitted, *self._missing(stored))
         return replace(stored, emitted=emitted, digest=self.digest, epoch=stored.epoch + 1)
+
+    def after(self, chunk: CommittedChunk) -> "Position":
+        """Return where the client is once it was shown a chunk from here on."""
+        handed = None if self.handed is None else (*self.handed, *chunk.emitted)
+        return Position(chunk.offset + len(chunk.emitted), chunk.digest, handed)
 
     def _missing(self, stored: SessionRecord) -> tuple[OutputToken, ...]:
         count = self.offset - len(stored.emitted)
@@ -95,6 +101,12 @@ def told(healing: Healing) -> SpecdecError:
     if healing is Healing.HEALED:
         return UnavailableError("the session store went back in time and has this session again; resume it")
     return FencedError("another coordinator has taken this session over; resume it")
+
+
+async def not_lost(healing: Awaitable[Healing]) -> None:
+    """Raise DataLossError for a session that is lost."""
+    if await healing is Healing.LOST:
+        raise told(Healing.LOST)
 
 
 def _above(shown: SessionRecord, stored: SessionRecord | None) -> SessionRecord:

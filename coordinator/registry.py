@@ -1,4 +1,4 @@
-"""All generations that run in this coordinator; at most one a session.
+"""All generations that are followed in this coordinator, whether they run here or are tailed; at most one a session.
 
 A session runs while a client follows it. When the last follower leaves it pauses: what was committed stays in the
 store, the workers keep their caches while they have room, and the next client that resumes it continues there.
@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator import metrics
+from coordinator.followed import FollowedGeneration
 from coordinator.running import RunningGeneration
 from specdec.errors import OverloadedError
 
-Start = Callable[[], Coroutine[Any, Any, RunningGeneration]]
-"""Claims a session that does not run here, and starts it."""
+Start = Callable[[], Coroutine[Any, Any, FollowedGeneration]]
+"""Claims a session that is not followed here, and starts it, or tails it."""
 
 RESUME_SHARE = 16  # of so many places one is kept for sessions that are resumed
 
 
 @dataclass(slots=True)
 class _Entry:
-    running: asyncio.Future[RunningGeneration]
+    running: asyncio.Future[FollowedGeneration]
     num_followers: int = 0
 
     @property
@@ -36,7 +37,7 @@ class _Entry:
         return not self.running.done() or (self.started is not None and self.started.is_running)
 
     @property
-    def started(self) -> RunningGeneration | None:
+    def started(self) -> FollowedGeneration | None:
         """The generation once it runs, unless an error ended it."""
         if not self.running.done() or self.running.cancelled() or self.running.exception() is not None:
             return None
@@ -57,15 +58,16 @@ class RunningGenerations:
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._entries
 
-    def get(self, session_id: str) -> RunningGeneration | None:
+    def get(self, session_id: str) -> FollowedGeneration | None:
         """Return the session's generation, if it runs here."""
         entry = self._entries.get(session_id)
         return entry.started if entry else None
 
     def silent(self, seconds: float) -> list[RunningGeneration]:
-        """Return the generations whose rounds have committed nothing for so long."""
+        """Return the generations whose rounds run here and have committed nothing for so long."""
         started = [entry.started for entry in self._entries.values()]
-        return [running for running in started if running and running.silent_s >= seconds]
+        running = [one for one in started if isinstance(one, RunningGeneration) and one.is_running]
+        return [one for one in running if one.silent_s >= seconds]
 
     def check_room_for_new(self) -> None:
         """Raise OverloadedError if no new session may be added: the last places are for those that are resumed."""
@@ -78,7 +80,7 @@ class RunningGenerations:
             raise OverloadedError(f"{maximum} sessions run here already; try again soon")
 
     @asynccontextmanager
-    async def attach(self, session_id: str, start: Start) -> AsyncIterator[RunningGeneration]:
+    async def attach(self, session_id: str, start: Start) -> AsyncIterator[FollowedGeneration]:
         """Yield the session's generation, which runs at least until the context ends.
 
         Raises OverloadedError if too many run already, and what `start` raises.
@@ -118,7 +120,7 @@ class RunningGenerations:
     async def _pause(self, entry: _Entry) -> None:
         """End an entry's rounds."""
         (started,) = await asyncio.gather(entry.running, return_exceptions=True)
-        closing = await started.stop() if isinstance(started, RunningGeneration) else None
+        closing = await started.stop() if isinstance(started, FollowedGeneration) else None
         if closing:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)

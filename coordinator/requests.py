@@ -11,7 +11,7 @@ from specdec import messages
 from specdec.errors import InvalidArgumentError
 from specdec.exact.randomness import MAX_SEED
 from specdec.outside import REAL, Outside
-from specdec.types import ModelInfo, SamplingParams, SpeculationParams
+from specdec.types import DetachedPolicy, ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 MAX_REQUEST_ID_CHARACTERS = 255
@@ -35,20 +35,48 @@ class Plan:
     prompt: EncodedPrompt
     sampling: SamplingParams  # with seed and max_new_tokens
     speculation: SpeculationParams
+    when_detached: DetachedPolicy | None = None  # None: as the coordinator's operator says
 
     def stored(self) -> bytes:
         """Return what the store keeps besides the tokens."""
         request = generation_pb2.GenerateRequest(
             sampling=messages.sampling_to_proto(self.sampling),
             speculation=messages.speculation_to_proto(self.speculation),
+            when_detached=_policy_to_proto(self.when_detached),
         )
         return request.SerializeToString()
 
 
-def restored(data: bytes) -> tuple[SamplingParams, SpeculationParams]:
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a session remembers of its request."""
+
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    when_detached: DetachedPolicy | None
+
+
+def restored(data: bytes) -> Restored:
     """Return what `Plan.stored` kept."""
     request = generation_pb2.GenerateRequest.FromString(data)
-    return messages.sampling_from_proto(request.sampling), messages.speculation_from_proto(request.speculation)
+    return Restored(
+        messages.sampling_from_proto(request.sampling),
+        messages.speculation_from_proto(request.speculation),
+        detached_policy(request),
+    )
+
+
+def detached_policy(request: generation_pb2.GenerateRequest) -> DetachedPolicy | None:
+    """Return the policy that a request asks for. Raises InvalidArgumentError for one that this service cannot know."""
+    try:
+        return DetachedPolicy(request.when_detached) if request.when_detached else None
+    except ValueError:
+        problem = f"is {request.when_detached}, which this service does not know; leave it unset"
+        raise InvalidArgumentError({"when_detached": problem}) from None
+
+
+def _policy_to_proto(policy: DetachedPolicy | None) -> generation_pb2.DetachedPolicy:
+    return generation_pb2.DetachedPolicy.ValueType(policy.value if policy else 0)
 
 
 async def plan(
@@ -63,11 +91,11 @@ async def plan(
     messages.check_id("request_id", request.request_id, MAX_REQUEST_ID_CHARACTERS)
     messages.check_id("speculation.drafter", request.speculation.drafter, messages.MAX_NAME_CHARACTERS)
     sampling = messages.sampling_from_proto(request.sampling, target.vocab_size)
-    speculation = messages.speculation_from_proto(request.speculation)
+    speculation, policy = messages.speculation_from_proto(request.speculation), detached_policy(request)
     _check_draft_length(speculation, limits)
     sampling = resolved(sampling, limits.max_new_tokens, outside)
     prompt = await prompts.encode(request, target)
-    return Plan(session.stored, fingerprint(request), prompt, sampling, speculation)
+    return Plan(session.stored, fingerprint(request), prompt, sampling, speculation, policy)
 
 
 def known_session(session_id: str) -> str:

@@ -1,23 +1,25 @@
-"""One generation that runs in this coordinator, and the clients that follow it."""
+"""One generation whose rounds run in this coordinator: it owns the session, as long as nobody has claimed it since."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from coordinator import metrics
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.draft import SessionDrafter
-from coordinator.generation import CommittedChunk, Generation, Round
+from coordinator.followed import FollowedGeneration
+from coordinator.generation import Generation, Round
 from coordinator.healing import heal, told
 from coordinator.joint_drafter import JointDrafter
 from coordinator.rounds import RoundParts, run_rounds
-from coordinator.session_record import SessionRecord, Status
-from coordinator.sessions import SessionCancelled, SessionStore
+from coordinator.session_record import SessionRecord
+from coordinator.session_replies import SessionCancelled
+from coordinator.sessions import Beat, SessionStore
 from coordinator.target import SessionScorer
 from specdec.errors import DataLossError, FencedError, UnavailableError
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.outside import REAL, Outside
-from specdec.types import FinishReason, Statistics
+from specdec.types import DetachedPolicy, FinishReason
 
 MAX_UNREAD_TOKENS = 256  # that a session is ahead of its followers; then it pauses until one of them reads on
 
@@ -48,61 +50,23 @@ class WorkerHandles:
             drafter.abandon()
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a session ended."""
-
-    reason: FinishReason
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    statistics: Statistics
-
-
-def _status(finish: FinishReason | None) -> Status:
-    if finish is None:
-        return Status.ACTIVE
-    return Status.CANCELLED if finish is FinishReason.CANCELLED else Status.FINISHED
-
-
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """A follower."""
-
-    offset: int  # tokens that it has taken
-
-
-class RunningGeneration:
-    """One generation and its followers."""
+class RunningGeneration(FollowedGeneration):
+    """One generation whose rounds run here, under this coordinator's lease."""
 
     def __init__(
-        self, session: SessionRecord, generation: Generation, store: SessionStore, outside: Outside = REAL
+        self,
+        session: SessionRecord,
+        generation: Generation,
+        store: SessionStore,
+        when_detached: DetachedPolicy,
+        outside: Outside = REAL,
     ) -> None:
-        self.session_id = session.session_id
-        self._session = session
-        self.generation = generation
+        super().__init__(session, generation)
+        self.when_detached = when_detached
         self._store = store
         self._outside = outside
-        self._num_published = len(generation.emitted)
-        self._published = generation.statistics
         self._base_s = generation.statistics.total_s
         self._began_at = self._published_at = self._outside.now_s()
-        self._changed = asyncio.Event()  # replaced at each change
-        self._readers: set[_Reader] = set()
-        self._read = asyncio.Event()  # replaced whenever a follower has read
-        self._error: Exception | None = None
-        self._interruption: Exception | None = None
-        self._has_ended = False  # the rounds have; the worker streams may still be open
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether an error ended the rounds."""
-        return self._error is not None or self._interruption is not None
-
-    @property
-    def is_running(self) -> bool:
-        """Return whether there are rounds to come."""
-        return self._task is not None and not self._has_ended
 
     @property
     def silent_s(self) -> float:
@@ -110,80 +74,31 @@ class RunningGeneration:
         return self._outside.now_s() - self._published_at if self.is_running else 0.0
 
     @property
-    def epoch(self) -> int:
-        """The number of this claim on the session."""
-        return self._session.epoch
-
-    @property
-    def shown(self) -> SessionRecord:
-        """The session as it was committed, so that clients may have been shown it."""
-        ending = self._ending()
-        return replace(
-            self._session,
-            status=_status(ending.reason if ending else None),
-            emitted=tuple(self.generation.emitted[: self._num_published]),
-            digest=self.generation.digest_at(self._num_published),
-            finish=ending.reason if ending else None,
-            statistics=self._published,
-        )
+    def beat(self) -> Beat:
+        """What its owner says when it renews the lease."""
+        length = len(self._session.prompt) + self._num_published
+        return self.session_id, self.epoch, length, self.generation.digest_at(self._num_published)
 
     def start(self, workers: WorkerHandles) -> None:
         """Begin to run rounds."""
         self._task = asyncio.create_task(self._run(workers), name=f"generation {self.session_id}")
-
-    def interrupt(self, reason: Exception) -> None:
-        """End the round in flight and all others; SessionCancelled ends the session, anything else fails followers."""
-        if self._interruption is None:
-            self._interruption = reason
-            if self._task and not self._has_ended:
-                self._task.cancel()
-
-    async def stop(self) -> "asyncio.Task[None] | None":
-        """End the rounds after a commit in flight. Return the task that still closes the worker streams, if any."""
-        if self._task and not self._has_ended:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        return self._task if self._task and not self._task.done() else None
 
     async def check(self) -> None:
         """Ask the store whether this coordinator still owns the session; end the rounds if not, or if it is cancelled.
 
         Raises UnavailableError.
         """
-        shown = self.shown
-        length = len(shown.prompt) + len(shown.emitted)
         try:
-            await self._store.heartbeat(self.session_id, self.epoch, length, shown.digest)
-        except SessionCancelled as cancelled:
-            self.interrupt(cancelled)
-        except (FencedError, DataLossError):
+            await self._store.heartbeat(*self.beat)
+        except (SessionCancelled, FencedError, DataLossError) as refusal:
+            await self.refused(refusal)
+
+    async def refused(self, refusal: Exception) -> None:
+        """End the rounds for what the store says against them. Raises UnavailableError."""
+        if isinstance(refusal, SessionCancelled):
+            self.interrupt(refusal)
+        else:
             self.interrupt(told(await heal(self._store, self.shown)))
-
-    def holds(self, offset: int, digest: bytes) -> bool:
-        """Return whether a client's `offset` tokens with this digest (empty: not compared) match the text here."""
-        return offset <= self._num_published and (not digest or digest == self.generation.digest_at(offset))
-
-    async def follow(self, offset: int) -> AsyncIterator[tuple[CommittedChunk, Ending | None]]:
-        """Yield the completion from token `offset` on as it is committed; the last chunk comes with the ending.
-
-        Raises what ended the rounds.
-        """
-        reader, ending = _Reader(offset), None
-        self._readers.add(reader)
-        try:
-            while ending is None:
-                await self._wait_past(offset)
-                end, ending = self._num_published, self._ending()
-                yield self.generation.chunk(offset, end), ending
-                offset = reader.offset = end
-                self._note_read()
-        finally:
-            self._readers.discard(reader)
-            self._note_read()
-
-    def _note_read(self) -> None:
-        read, self._read = self._read, asyncio.Event()
-        read.set()
 
     async def _until_read(self) -> None:
         """Wait while all followers are far behind: what nobody reads is not generated."""
@@ -193,24 +108,6 @@ class RunningGeneration:
     @property
     def _num_unread(self) -> int:
         return self._num_published - max(reader.offset for reader in self._readers)
-
-    @property
-    def _is_complete(self) -> bool:
-        return self.generation.done and self._num_published == len(self.generation.emitted)
-
-    def _ending(self) -> Ending | None:
-        generation = self.generation
-        if not self._is_complete or generation.finish is None:
-            return None
-        return Ending(generation.finish, len(generation.prompt), len(generation.emitted), self._published)
-
-    async def _wait_past(self, offset: int) -> None:
-        while self._num_published <= offset and not self._is_complete and self._error is None:
-            await self._changed.wait()
-        if self._num_published <= offset and not self._is_complete and self._error:
-            raise self._error
-        if self._num_published < offset:
-            raise UnavailableError("the session ended before the token that the client asks for; resume it again")
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
@@ -226,6 +123,8 @@ class RunningGeneration:
                 await workers.close()
         finally:
             workers.abandon()
+        if not self._is_complete:
+            await self._store.release(self.session_id, self.epoch)
 
     async def _publish(self, played: Round) -> None:
         begin = self._outside.now_s()
@@ -255,8 +154,3 @@ class RunningGeneration:
         else:
             self._error = reason
         self._tell()
-
-    def _tell(self) -> None:
-        """Wake the followers."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()

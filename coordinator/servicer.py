@@ -8,10 +8,10 @@ import grpc
 
 from coordinator import metrics
 from coordinator.admission import Ticket
+from coordinator.followed import Ending
 from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.healing import BEGINNING, Position
 from coordinator.requests import known_session
-from coordinator.running import Ending
 from coordinator.service import Coordinator, StoredSession
 from coordinator.session_ids import SessionIds, SessionName
 from coordinator.session_record import Status

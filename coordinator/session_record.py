@@ -1,7 +1,7 @@
 """What the store holds of a session, as values and as the fields and bytes that Redis has."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -72,16 +72,70 @@ class SessionRecord:
         return chain(self.prompt_digest or chain(b"", self.prompt), self.tokens[:offset])
 
 
+@dataclass(frozen=True, slots=True)
+class LogEnd:
+    """Where a session's log ends, as one knows it."""
+
+    length: int  # tokens, prompt included
+    digest: bytes
+    num_logprob_bytes: int
+
+    @classmethod
+    def of(cls, session: SessionRecord) -> "LogEnd":
+        """Return the end of a session that was read with its log probabilities."""
+        return cls(len(session.prompt) + len(session.emitted), session.digest, len(packed_logprobs(session.emitted)))
+
+    def after(self, emitted: Sequence[OutputToken]) -> "LogEnd":
+        """Return the end once these are appended."""
+        digest = chain(self.digest, [entry.token for entry in emitted])
+        return LogEnd(self.length + len(emitted), digest, self.num_logprob_bytes + len(packed_logprobs(emitted)))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNews:
+    """What a session's log has gained since it was read last."""
+
+    epoch: int
+    status: Status
+    emitted: tuple[OutputToken, ...]
+    length: int  # of the log, prompt included
+    digest: bytes  # after it
+    finish: FinishReason | None
+    statistics: Statistics
+    lease_left_s: float  # for which the log is its owner's to write; 0: anybody may claim it
+
+
+def news_of(parts: Sequence[Any]) -> SessionNews:
+    """Return what `tail` answers as values."""
+    epoch, status, digest, finish, statistics, length, lease_left_ms, tokens, origins, logprobs = parts
+    return SessionNews(
+        epoch=int(epoch),
+        status=Status(status.decode()),
+        emitted=_emitted(unpack_tokens(tokens), origins, logprobs),
+        length=int(length),
+        digest=digest,
+        finish=FinishReason[finish.decode()] if finish else None,
+        statistics=messages.statistics_from_proto(generation_pb2.Statistics.FromString(statistics)),
+        lease_left_s=lease_left_ms / 1000,
+    )
+
+
+def _emitted(tokens: Sequence[int], origins: bytes, logprobs: bytes) -> tuple[OutputToken, ...]:
+    """Return completion tokens from lists as they are stored. Raises DataLossError where they differ in length."""
+    details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(tokens)
+    if len(origins) != len(tokens):
+        raise DataLossError("the session store holds only part of this session; begin a new one")
+    if len(details) != len(tokens):
+        raise DataLossError("the session store holds only part of this session's log probabilities; begin a new one")
+    return tuple(map(OutputToken, tokens, map(TokenOrigin, origins), details))
+
+
 def session_of(session_id: str, meta: Any, tokens: bytes, origins: bytes, logprobs: bytes) -> SessionRecord:
     entries = meta if isinstance(meta, Mapping) else dict(zip(meta[::2], meta[1::2], strict=True))
     all_tokens = unpack_tokens(tokens)
     split = int(entries[b"prompt_length"])
-    completion = all_tokens[split:]
-    if len(all_tokens) != int(entries[b"length"]) or len(origins) != len(completion):
+    if len(all_tokens) != int(entries[b"length"]):
         raise DataLossError("the session store holds only part of this session; begin a new one")
-    details: Sequence[TokenLogprobs | None] = unpack_logprobs(logprobs) or [None] * len(completion)
-    if len(details) != len(completion):
-        raise DataLossError("the session store holds only part of this session's log probabilities; begin a new one")
     return SessionRecord(
         session_id=session_id,
         fingerprint=entries[b"fingerprint"],
@@ -91,7 +145,7 @@ def session_of(session_id: str, meta: Any, tokens: bytes, origins: bytes, logpro
         model=unpack_model(entries.get(b"model", b"")),
         prompt=all_tokens[:split],
         prompt_digest=entries.get(b"prompt_digest", b""),
-        emitted=tuple(map(OutputToken, completion, map(TokenOrigin, origins), details)),
+        emitted=_emitted(all_tokens[split:], origins, logprobs),
         digest=entries[b"digest"],
         finish=FinishReason[entries[b"finish"].decode()] if entries[b"finish"] else None,
         statistics=messages.statistics_from_proto(generation_pb2.Statistics.FromString(entries[b"statistics"])),
@@ -141,6 +195,11 @@ def pack_logprobs(logprobs: TokenLogprobs) -> bytes:
     """Return one token's log probabilities: how many top ones, its own, then pairs of token and log probability."""
     pairs = (value for pair in logprobs.top for value in pair)
     return struct.pack(f"<Bf{'If' * len(logprobs.top)}", len(logprobs.top), logprobs.logprob, *pairs)
+
+
+def packed_logprobs(emitted: Iterable[OutputToken]) -> bytes:
+    """Return the log probabilities of those tokens that have some."""
+    return b"".join(pack_logprobs(entry.logprobs) for entry in emitted if entry.logprobs)
 
 
 def unpack_logprobs(data: bytes) -> list[TokenLogprobs]:

@@ -1,57 +1,75 @@
 """Sessions in Redis: one idempotent Lua call a round, fenced by epoch, chained by digest.
 
 Safety is the epoch's: a commit names the epoch, length and digest that it builds on, and the script refuses anything
-else. A commit whose reply was lost is recognised when it is repeated, so the client library may retry.
+else. A commit whose reply was lost is recognised when it is repeated, so the client library may retry. Who runs a
+session is for the lease to say (lease.lua): while it lasts, the others read.
 
 Where the sessions are: coordinator/stores.
 """
 
+import asyncio
 import secrets
-import struct
-from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from google.protobuf.message import DecodeError
 
 from coordinator.generation import Round
 from coordinator.prompts import EncodedPrompt
 from coordinator.session_ids import SECRET_BYTES
 from coordinator.session_record import (
+    LogEnd,
+    SessionNews,
     SessionRecord,
     Status,
     fields_of,
-    pack_logprobs,
+    news_of,
     pack_model,
     pack_tokens,
+    packed_logprobs,
     session_of,
+)
+from coordinator.session_replies import (
+    LeasedElsewhere,
+    decoding,
+    is_contents,
+    is_news,
+    is_outcome,
+    is_status,
+    lost,
+    lost_commits,
+    not_found,
+    refusal,
 )
 from coordinator.stores.client import PATIENCE_S, RedisClient
 from coordinator.stores.opening import open_redis
 from specdec import messages
-from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, UnavailableError
+from specdec.errors import AlreadyExistsError, NotFoundError, UnavailableError
 from specdec.outside import REAL, Outside
 from specdec.types import ModelInfo, Statistics
 
-# what a script says to an owner, and the length of such a reply
-OUTCOMES = [(b"committed", 1), (b"alive", 1), (b"cancelled", 1), (b"gone", 1), (b"fenced", 2), (b"conflict", 2)]
 SECRET_KEY = "specdec:secret"
+LEASE_S = 2.0  # a coordinator that dies is replaced after it: clients wait for little else
+RELEASE_TIMEOUT_S = 1.0  # what was not released by then lapses soon
 
 
-class SessionCancelled(Exception):
-    """The session was cancelled while this coordinator ran it."""
+Beat = tuple[str, int, int, bytes]
+"""What an owner says of a session when it renews its lease: session, epoch, committed length and digest."""
 
 
 class SessionStore:
     """Sessions in one Redis. Every method raises UnavailableError while Redis does not answer."""
 
-    def __init__(self, redis: RedisClient, ttl_s: float, outside: Outside = REAL) -> None:
+    def __init__(self, redis: RedisClient, ttl_s: float, outside: Outside = REAL, lease_s: float = LEASE_S) -> None:
         self._redis = redis
         self._outside = outside
-        self._ttl_ms = int(ttl_s * 1000)
+        self._ttl_ms, self._lease_ms = int(ttl_s * 1000), int(lease_s * 1000)
         self._create = redis.script("create", lambda reply: reply in (b"created", b"exists", b"conflict"))
-        self._commit, self._heartbeat = redis.script("commit", _is_outcome), redis.script("heartbeat", _is_outcome)
-        self._claim, self._cancel = redis.script("claim", _is_contents), redis.script("cancel", _is_status)
+        self._commit, self._heartbeat = redis.script("commit", is_outcome), redis.script("heartbeat", is_outcome)
+        self._heartbeats = redis.script_for_many("heartbeat", is_outcome)
+        self._claim, self._cancel = redis.script("claim", is_contents), redis.script("cancel", is_status)
+        self._release = redis.script("release", lambda reply: reply == b"released")
+        self._tail = redis.script("tail", is_news)
         self._restore = redis.script("restore", lambda reply: reply in (b"restored", b"changed"))
         self._lose = redis.script("lose", lambda reply: reply == b"lost")
         self._secret = redis.script("secret", lambda reply: isinstance(reply, bytes) and len(reply) == SECRET_BYTES)
@@ -72,6 +90,11 @@ class SessionStore:
     def ttl_s(self) -> float:
         """Seconds that a session is kept after its last commit."""
         return self._ttl_ms / 1000
+
+    @property
+    def lease_s(self) -> float:
+        """Seconds after its last commit or heartbeat for which a session is left to its owner."""
+        return self._lease_ms / 1000
 
     @property
     def unbroken_s(self) -> float:
@@ -123,9 +146,36 @@ class SessionStore:
         if await self._create(keys(session_id), arguments) == b"conflict":
             raise AlreadyExistsError("this request_id was used with other parameters; send a new request_id")
 
-    async def claim(self, session_id: str, served: ModelInfo | None = None) -> SessionRecord:
-        """Take a session over and return it; without text it takes the model `served` now. Raises as `read`."""
-        return _readable(await self._read(session_id, "1", pack_model(served)))
+    async def claim(self, session_id: str, served: ModelInfo | None = None, owner: str = "") -> SessionRecord:
+        """Take a session over and return it; without text it takes the model `served` now.
+
+        `owner` is the caller's name, which keeps others away as long as its lease lasts. Raises as `read`,
+        LeasedElsewhere while another one has a lease.
+        """
+        return _readable(await self._read(session_id, "1", pack_model(served), owner))
+
+    async def release(self, session_id: str, epoch: int) -> None:
+        """End the lease of a session that its owner runs no more; never raises: else it lapses."""
+        with suppress(UnavailableError, TimeoutError):
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self._release(keys(session_id), [epoch])
+
+    async def tail(self, session_id: str, end: LogEnd) -> tuple[SessionNews, LogEnd]:
+        """Return what the log has gained since it ended at `end`, log probabilities included, and its end now.
+
+        Raises as `read`, DataLossError for a log that does not go on from there.
+        """
+        found = await self._tail(keys(session_id), [end.length, end.num_logprob_bytes])
+        if not found:
+            raise self.expired()
+        with decoding():
+            news = news_of(found)
+        if news.status is Status.LOST:
+            raise lost()
+        end = end.after(news.emitted)
+        if (news.length, news.digest) != (end.length, end.digest):
+            raise lost_commits()
+        return news, end
 
     async def read(self, session_id: str) -> SessionRecord:
         """Return a session as it is, without its log probabilities.
@@ -151,35 +201,47 @@ class SessionStore:
             step.digest,
             pack_tokens([entry.token for entry in step.emitted]),
             bytes(entry.origin.value for entry in step.emitted),
-            b"".join(pack_logprobs(entry.logprobs) for entry in step.emitted if entry.logprobs),
+            packed_logprobs(step.emitted),
             self._ttl_ms,
             (Status.FINISHED if step.finish else Status.ACTIVE).value,
             step.finish.name if step.finish else "",
             messages.statistics_to_proto(statistics).SerializeToString(),
+            self._lease_ms,
         ]
-        _check_owner(*await self._commit(keys(session_id), arguments))
+        _check_owner(await self._commit(keys(session_id), arguments))
 
     async def heartbeat(self, session_id: str, epoch: int, length: int, digest: bytes) -> None:
-        """Keep a session from expiring during a long round; at least `length` tokens are committed.
+        """Renew the lease and keep a session from expiring during a long round; `length` tokens or more are committed.
 
         Raises as `commit`.
         """
-        _check_owner(*await self._heartbeat(keys(session_id), [epoch, self._ttl_ms, length, digest]))
+        _check_owner(await self._heartbeat(keys(session_id), self._beat(epoch, length, digest)))
+
+    async def heartbeats(self, beats: Sequence[Beat]) -> list[Exception | None]:
+        """Do the same for many sessions at once, without repeating; return what `heartbeat` would raise for each.
+
+        A call that failed has no say: None.
+        """
+        calls = [(keys(session_id), self._beat(*facts)) for session_id, *facts in beats]
+        return [refusal(reply) for reply in await self._heartbeats(calls)]
+
+    def _beat(self, epoch: int, length: int, digest: bytes) -> list[Any]:
+        return [epoch, self._ttl_ms, length, digest, self._lease_ms]
 
     async def compare(self, session_id: str, epoch: int, length: int, digest: bytes) -> None:
         """Ask whether the store has what was committed, of a session that nobody runs: it expires as it would.
 
         Raises as `commit`.
         """
-        _check_owner(*await self._heartbeat(keys(session_id), [epoch, 0, length, digest]))
+        _check_owner(await self._heartbeat(keys(session_id), [epoch, 0, length, digest, 0]))
 
-    async def cancel(self, session_id: str) -> Status:
-        """End a session; return its state. Raises as `read`."""
-        status = await self._cancel(keys(session_id), [])
+    async def cancel(self, session_id: str, at_epoch: int | None = None) -> Status:
+        """End a session, with `at_epoch` only if nobody has claimed it since; return its state. Raises as `read`."""
+        status = await self._cancel(keys(session_id), ["" if at_epoch is None else at_epoch])
         if status is None:
-            raise _not_found()
+            raise not_found()
         if Status(status.decode()) is Status.LOST:
-            raise _lost()
+            raise lost()
         return Status(status.decode())
 
     async def restore(self, session: SessionRecord, over: SessionRecord | None) -> bool:
@@ -190,7 +252,7 @@ class SessionStore:
             self._ttl_ms,
             pack_tokens([*session.prompt, *session.tokens]),
             bytes(entry.origin.value for entry in session.emitted),
-            b"".join(pack_logprobs(entry.logprobs) for entry in session.emitted if entry.logprobs),
+            packed_logprobs(session.emitted),
             "fingerprint",
             session.fingerprint,
             *fields_of(session),
@@ -201,21 +263,30 @@ class SessionStore:
         """Mark a session as lost: from now on everybody gets DataLossError."""
         await self._lose(keys(session_id), [])
 
-    async def _read(self, session_id: str, claim: str, model: bytes) -> SessionRecord | None:
-        found = await self._claim(keys(session_id), [claim, self._ttl_ms, model])
+    async def _read(self, session_id: str, claim: str, model: bytes, owner: str = "") -> SessionRecord | None:
+        found = await self._claim(keys(session_id), [claim, self._ttl_ms, model, owner, self._lease_ms])
         if not found:
             return None
-        try:
-            return session_of(session_id, *found)
-        except (KeyError, ValueError, struct.error, DecodeError) as error:
-            raise UnavailableError(f"the session store gave a malformed session ({type(error).__name__})") from error
+        *contents, is_leased = found
+        with decoding():
+            session = session_of(session_id, *contents)
+        if is_leased:
+            raise LeasedElsewhere(session)
+        return session
 
 
 def open_store(
-    url: str, ttl_s: float, password_file: Path | None = None, *, num_replicas: int = 0, patience_s: float = PATIENCE_S
+    url: str,
+    ttl_s: float,
+    password_file: Path | None = None,
+    *,
+    num_replicas: int = 0,
+    patience_s: float = PATIENCE_S,
+    lease_s: float = LEASE_S,
 ) -> SessionStore:
     """Return the store at an address, or one in this process ("memory"). Raises ValueError for a wrong address."""
-    return SessionStore(open_redis(url, password_file, num_replicas=num_replicas, patience_s=patience_s), ttl_s)
+    redis = open_redis(url, password_file, num_replicas=num_replicas, patience_s=patience_s)
+    return SessionStore(redis, ttl_s, lease_s=lease_s)
 
 
 def keys(session_id: str) -> list[str]:
@@ -223,44 +294,15 @@ def keys(session_id: str) -> list[str]:
     return [f"specdec:{{{session_id}}}:{part}" for part in ("meta", "tokens", "origins", "logprobs")]
 
 
-def _is_outcome(reply: Any) -> bool:
-    """Return whether a reply is an outcome with its facts."""
-    return isinstance(reply, list) and bool(reply) and (reply[0], len(reply)) in OUTCOMES
-
-
-def _is_contents(reply: Any) -> bool:
-    """Return whether a reply is a session's fields and packed lists, or empty: there is none."""
-    if not isinstance(reply, list) or len(reply) not in (0, 4):
-        return False
-    return not reply or (isinstance(reply[0], list | Mapping) and all(isinstance(part, bytes) for part in reply[1:]))
-
-
-def _is_status(reply: Any) -> bool:
-    """Return whether a reply is a session's status, or None: there is none."""
-    return reply is None or reply in [status.value.encode() for status in Status]
-
-
-def _check_owner(outcome: bytes, *facts: bytes) -> None:
+def _check_owner(outcome: Sequence[bytes]) -> None:
     """Raise what a script says against the caller being the owner of a session as the store has it."""
-    if outcome == b"fenced":
-        raise FencedError("another coordinator has taken this session over; resume it there", epoch=facts[0].decode())
-    if outcome == b"cancelled":
-        raise SessionCancelled
-    if outcome in (b"gone", b"conflict"):
-        raise DataLossError("the session store lost what was committed; begin a new session")
+    if against := refusal(outcome):
+        raise against
 
 
 def _readable(found: SessionRecord | None) -> SessionRecord:
     if found is None:
-        raise _not_found()
+        raise not_found()
     if found.status is Status.LOST:
-        raise _lost()
+        raise lost()
     return found
-
-
-def _lost() -> DataLossError:
-    return DataLossError("the session store lost text that was shown of this session; begin a new session")
-
-
-def _not_found() -> NotFoundError:
-    return NotFoundError("there is no such session, or it has expired; begin a new one with Generate")

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from coordinator.detached import DETACHED_PATIENCE_S, DetachedRule
+from coordinator.sessions import LEASE_S
 from coordinator.stores.client import PATIENCE_S
 from specdec.channel import MAX_REQUEST_BYTES, Pings, is_loopback
 from specdec.serving.settings import ClientFacingSettings
 from specdec.serving.store_url import OWN_STORES, StoreUrl
 from specdec.tls import TlsFiles
-from specdec.types import MAX_DRAFT_TOKENS
+from specdec.types import MAX_DRAFT_TOKENS, DetachedPolicy
 
 
 class CoordinatorSettings(ClientFacingSettings):
@@ -39,6 +41,20 @@ class CoordinatorSettings(ClientFacingSettings):
     )
     session_ttl_s: float = Field(
         3600.0, ge=10, description="seconds that a session is kept after its last commit; a running one is kept"
+    )
+    lease_s: float = Field(
+        LEASE_S,
+        ge=0.5,
+        le=60,
+        description="seconds for which a session is left to the coordinator that runs it, after its last sign of life",
+    )
+    detached: Literal["park", "finish", "cancel"] = Field(
+        "park",
+        description="what becomes of a session that no client follows any more, unless its request says so; park: it "
+        "waits to be resumed; finish: it runs to its end; cancel: it is ended after --detached-patience-s",
+    )
+    detached_patience_s: float = Field(
+        DETACHED_PATIENCE_S, ge=0, description="seconds that a client has to come back before its session is cancelled"
     )
     max_sessions: int = Field(
         1024, ge=1, description="maximum number of sessions generated at once; more: RESOURCE_EXHAUSTED"
@@ -79,6 +95,11 @@ class CoordinatorSettings(ClientFacingSettings):
     draft_tls_name: str | None = Field(
         None, description="name in the draft workers' certificates; unset: the host of --draft"
     )
+
+    @property
+    def detached_rule(self) -> DetachedRule:
+        """What becomes of sessions that nobody follows."""
+        return DetachedRule(DetachedPolicy[self.detached.upper()], self.detached_patience_s)
 
     @property
     def pings(self) -> Pings:

@@ -26,6 +26,7 @@ from specdec.sync_client import Client, Stream
 from specdec.tls import TlsFiles
 from specdec.types import (
     AcceptanceRuleName,
+    DetachedPolicy,
     FinishReason,
     ModelInfo,
     SamplingParams,
@@ -47,6 +48,7 @@ __all__ = [
     "ContextTooShortError",
     "DataLossError",
     "DeadlineExceededError",
+    "DetachedPolicy",
     "FencedError",
     "Finish",
     "FinishReason",

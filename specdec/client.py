@@ -44,7 +44,7 @@ from specdec.request import (
 from specdec.retry import Retry, RetryPolicy
 from specdec.stream import AsyncStream
 from specdec.tls import TlsFiles, watched
-from specdec.types import SamplingKeywords, SamplingParams, SpeculationParams
+from specdec.types import DetachedPolicy, SamplingKeywords, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 from specdec.watched import WatchedError
 
@@ -123,6 +123,7 @@ class AsyncClient:
         prompt_token_ids: Iterable[int] | None = None,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -131,10 +132,12 @@ class AsyncClient:
 
         The prompt is text, which the service encodes, or `prompt_token_ids` of the target's vocabulary. The sampling
         parameters are `sampling`, its fields as keywords (`temperature=0.7`), or both: keywords win.
-        `request_id` is an idempotency key: the same key and parameters attach to the same session.
+        `request_id` is an idempotency key: the same key and parameters attach to the same session. `when_detached` is
+        what becomes of the session when nobody follows it any more; None: as the service's operator says.
         """
         request = prompt_request(prompt, prompt_token_ids)
-        return self._generate(request, merge_sampling(sampling, parameters), speculation, request_id, timeout_s)
+        merged = merge_sampling(sampling, parameters)
+        return self._generate(request, merged, speculation, when_detached, request_id, timeout_s)
 
     async def complete(
         self,
@@ -143,6 +146,7 @@ class AsyncClient:
         prompt_token_ids: Iterable[int] | None = None,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -150,7 +154,7 @@ class AsyncClient:
         """Return the whole completion; otherwise as `generate`."""
         request = prompt_request(prompt, prompt_token_ids)
         merged = merge_sampling(sampling, parameters)
-        async with self._generate(request, merged, speculation, request_id, timeout_s) as stream:
+        async with self._generate(request, merged, speculation, when_detached, request_id, timeout_s) as stream:
             return await stream.result()
 
     def stream_chat(
@@ -159,6 +163,7 @@ class AsyncClient:
         *,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -168,7 +173,8 @@ class AsyncClient:
         A message is (role, content), a ChatMessage, or a mapping with these two keys. Otherwise as `generate`.
         """
         request = chat_request(messages)
-        return self._generate(request, merge_sampling(sampling, parameters), speculation, request_id, timeout_s)
+        merged = merge_sampling(sampling, parameters)
+        return self._generate(request, merged, speculation, when_detached, request_id, timeout_s)
 
     async def chat(
         self,
@@ -176,6 +182,7 @@ class AsyncClient:
         *,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -183,7 +190,7 @@ class AsyncClient:
         """Return the assistant's whole answer; otherwise as `stream_chat`."""
         request = chat_request(messages)
         merged = merge_sampling(sampling, parameters)
-        async with self._generate(request, merged, speculation, request_id, timeout_s) as stream:
+        async with self._generate(request, merged, speculation, when_detached, request_id, timeout_s) as stream:
             return await stream.result()
 
     def resume(
@@ -223,11 +230,13 @@ class AsyncClient:
         prompt: generation_pb2.GenerateRequest,
         sampling: SamplingParams | None,
         speculation: SpeculationParams | None,
+        when_detached: DetachedPolicy | None,
         request_id: str | None,
         timeout_s: float | None,
     ) -> AsyncStream:
         identifier = str(uuid.uuid4()) if request_id is None else request_id
-        return self._stream(generate_request(prompt, sampling, speculation, identifier), Transcript(), timeout_s)
+        request = generate_request(prompt, sampling, speculation, identifier, when_detached)
+        return self._stream(request, Transcript(), timeout_s)
 
     def _stream(
         self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float | None

@@ -12,7 +12,7 @@ from specdec.channel import MAX_REQUEST_BYTES, address_problem, is_loopback
 from specdec.errors import InvalidArgumentError
 from specdec.messages import check_sampling, check_speculation, sampling_to_proto, speculation_to_proto
 from specdec.parameters import MAX_UINT32, WholeNumber, has_no_encoding, nearest_hint, token_id_problem
-from specdec.types import SAMPLING_PARAMETERS, SamplingParams, SpeculationParams
+from specdec.types import SAMPLING_PARAMETERS, DetachedPolicy, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
 MAX_TIMEOUT_S = 365 * 86_400.0  # more than a year is a mistake in the unit
@@ -52,9 +52,14 @@ def generate_request(
     sampling: SamplingParams | None,
     speculation: SpeculationParams | None,
     request_id: str,
+    when_detached: DetachedPolicy | None = None,
 ) -> generation_pb2.GenerateRequest:
     """Complete a request that has its prompt. `sampling` has been checked."""
     request = prompt
+    if not isinstance(when_detached, DetachedPolicy | None):
+        raise InvalidArgumentError({"when_detached": f"is {_shown(when_detached)}; give a DetachedPolicy"})
+    if when_detached is not None:
+        request.when_detached = generation_pb2.DetachedPolicy.ValueType(when_detached.value)
     if not isinstance(request_id, str):
         raise InvalidArgumentError({"request_id": f"is {_shown(request_id)}; give text"})
     request.request_id = request_id

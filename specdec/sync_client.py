@@ -22,7 +22,7 @@ from specdec.request import Messages
 from specdec.retry import Retry
 from specdec.stream import AsyncStream
 from specdec.tls import TlsFiles
-from specdec.types import SamplingKeywords, SamplingParams, SpeculationParams
+from specdec.types import DetachedPolicy, SamplingKeywords, SamplingParams, SpeculationParams
 
 T = TypeVar("T")
 
@@ -200,6 +200,7 @@ class Client:
         prompt_token_ids: Iterable[int] | None = None,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -210,6 +211,7 @@ class Client:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             speculation=speculation,
+            when_detached=when_detached,
             request_id=request_id,
             timeout_s=timeout_s,
             **parameters,
@@ -223,6 +225,7 @@ class Client:
         prompt_token_ids: Iterable[int] | None = None,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -233,6 +236,7 @@ class Client:
             prompt_token_ids=prompt_token_ids,
             sampling=sampling,
             speculation=speculation,
+            when_detached=when_detached,
             request_id=request_id,
             timeout_s=timeout_s,
             **parameters,
@@ -245,6 +249,7 @@ class Client:
         *,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -254,6 +259,7 @@ class Client:
             messages,
             sampling=sampling,
             speculation=speculation,
+            when_detached=when_detached,
             request_id=request_id,
             timeout_s=timeout_s,
             **parameters,
@@ -266,6 +272,7 @@ class Client:
         *,
         sampling: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
+        when_detached: DetachedPolicy | None = None,
         request_id: str | None = None,
         timeout_s: float | None = None,
         **parameters: Unpack[SamplingKeywords],
@@ -275,6 +282,7 @@ class Client:
             messages,
             sampling=sampling,
             speculation=speculation,
+            when_detached=when_detached,
             request_id=request_id,
             timeout_s=timeout_s,
             **parameters,

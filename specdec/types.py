@@ -121,6 +121,14 @@ class SpeculationParams:
     acceptance_rule: AcceptanceRuleName | None = None
 
 
+class DetachedPolicy(Enum):
+    """What becomes of a session when its last client has left."""
+
+    PARK = 1  # its rounds stop; it waits in the store to be resumed, until it expires
+    FINISH = 2  # it runs to its end, as if somebody followed it
+    CANCEL = 3  # its rounds stop; it is cancelled unless a client comes back soon
+
+
 class TokenOrigin(Enum):
     """Where a committed token came from."""
 

@@ -13,10 +13,11 @@ from weakref import WeakSet
 
 from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
+from coordinator.stores.batches import execute_once
 from coordinator.stores.errors import TooFewReplicas, is_refusal, sentence
 from coordinator.stores.node import Command, Node
 from coordinator.stores.routes import Route
-from coordinator.stores.scripts import Script, ScriptText, read_script
+from coordinator.stores.scripts import LIBRARY, Calls, Script, Scripts, ScriptText, read_script
 from specdec.errors import UnavailableError
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
@@ -67,7 +68,7 @@ class RedisClient:
 
     def script(self, name: str, is_reply: Callable[[Any], bool]) -> Script:
         """Return the script `coordinator/<name>.lua`; `is_reply` says whether it could have given a reply."""
-        text = ScriptText(self._read_script(name))
+        text = self._text(name)
 
         async def run(keys: list[str], arguments: list[Any]) -> Any:
             reply = await self._call(keys[0], text.call(keys, arguments), text)
@@ -76,6 +77,19 @@ class RedisClient:
             return reply
 
         return run
+
+    def script_for_many(self, name: str, is_reply: Callable[[Any], bool]) -> Scripts:
+        """Return the same for many keys at once: one message to each server, sent once."""
+        text = self._text(name)
+
+        async def run(calls: Calls) -> list[Any]:
+            replies = await execute_once(self.route, text, calls)
+            return [reply if is_reply(reply) else None for reply in replies]
+
+        return run
+
+    def _text(self, name: str) -> ScriptText:
+        return ScriptText(self._read_script(name), self._read_script(LIBRARY))
 
     async def ping(self) -> None:
         """Return once Redis answered, at a start: a wrong address is soon told. Raises UnavailableError."""

@@ -3,6 +3,7 @@
 EngineError
 ├── ModelRefused       the model cannot be served exactly; the message names the value, why, and the remedy
 ├── CacheFull          the KV cache has no room, even after evicting every idle sequence
+├── Abandoned          nobody awaits the task any more
 ├── CacheMiss          a sequence holds fewer tokens than the task builds on; carries how many
 └── SequenceTooLong    a sequence would pass the model's context length
 """
@@ -21,6 +22,10 @@ class ModelRefused(EngineError):
 
 class CacheFull(EngineError):
     """The KV cache has no room for the tokens."""
+
+
+class Abandoned(EngineError):
+    """Nobody awaits the task any more."""
 
 
 class CacheMiss(EngineError):

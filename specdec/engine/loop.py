@@ -7,7 +7,8 @@ A task's life:
 4. When its last token is appended the processor gets the task and its logits, together with all others that are due.
 5. The processor ends it, or gives it more tokens (3.). Its end wakes the awaiting coroutine.
 A session that the cache has no room for waits, first come first served, until others end or had their turn. When a task
-fails or is cancelled, its sequence is truncated to the length that it had when the task began.
+fails, its sequence is truncated to the length that it had when the task began. When it is cancelled, the sequence keeps
+what was read of the committed text too: a prompt that takes longer than its caller waits is read in several attempts.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from specdec.engine.batch import DECODING_TOKENS, TaskT
-from specdec.engine.errors import EngineError, where_raised
+from specdec.engine.errors import Abandoned, EngineError, where_raised
 from specdec.engine.feed import Feed, ForwardOutput
 from specdec.engine.schedule import Forwards, Schedule
 from specdec.engine.task import Submission, Task
@@ -166,7 +167,7 @@ class EngineLoop(WorkerThread[TaskT]):
     def _fail_abandoned(self) -> None:
         for task in self._schedule.tasks:
             if task.submission.abandoned:
-                task.fail(EngineError("cancelled"))
+                task.fail(Abandoned("nobody awaits the task any more"))
         self._deliver_ends()
 
     def _forget(self, key: str) -> None:

@@ -13,7 +13,7 @@ from typing import Generic, Protocol
 
 from specdec.engine.batch import DECODING_TOKENS, Batch, ReadingBudget, TaskT
 from specdec.engine.cache import KvCache
-from specdec.engine.errors import CacheFull, EngineError
+from specdec.engine.errors import Abandoned, CacheFull, EngineError
 from specdec.engine.feed import Feed, ForwardOutput
 from specdec.engine.pace import Pace, Piece
 from specdec.engine.prompt_order import Prompt, PromptOrder
@@ -56,6 +56,16 @@ class _Place(Generic[TaskT]):
     def number(self) -> int:
         """The order of arrival."""
         return self.task.submission.number
+
+    @property
+    def certain_length(self) -> int:
+        """Tokens that stay cached after a failure: those before the task, and if it was only given up all of the text.
+
+        What a forward or the processor has failed on is computed again.
+        """
+        task = self.task
+        is_given_up = isinstance(task.submission.error, Abandoned)
+        return max(self.begun_length, task.sequence.num_committed) if is_given_up else self.begun_length
 
     @property
     def is_decoding(self) -> bool:
@@ -331,7 +341,7 @@ class Schedule(Generic[TaskT]):
         self._waiting.append(place)
 
     def _end(self, place: _Place[TaskT]) -> None:
-        """Release what a finished task holds; if it failed, truncate its sequence to its initial length."""
+        """Release what a finished task holds; if it failed, truncate its sequence to what is certain."""
         task, state, now_s = place.task, place.task.state, self._outside.now_s()
         self._num_ended += 1
         task.state = TaskState.ENDED
@@ -343,6 +353,6 @@ class Schedule(Generic[TaskT]):
         if task.submission.error is None:
             self._pace.observe_end(task.key, now_s)
         elif state is not TaskState.WAITING:
-            task.sequence.truncate(min(task.sequence.length, place.begun_length))
+            task.sequence.truncate(min(task.sequence.length, place.certain_length))
         self._residency.note_used(task.key, now_s)
         self._ended.append(task)

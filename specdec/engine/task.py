@@ -158,7 +158,10 @@ class Task(Generic[ResultT]):
         self._end(result, None)
 
     def fail(self, error: BaseException) -> None:
-        """End the task with `error`, which `EngineLoop.run` raises; the sequence goes back to where the task began."""
+        """End the task with `error`, which `EngineLoop.run` raises; the sequence goes back to where the task began.
+
+        After Abandoned it keeps what was appended of the committed text.
+        """
         self._end(None, error)
 
     def _end(self, result: ResultT | None, error: BaseException | None) -> None:

@@ -49,6 +49,7 @@ class Store(SessionStore):
             await self.redis.delete(key)
             if value:
                 await self.redis.restore(key, 0, value)
+        await self.redis.hdel(keys(SESSION)[0], "leased_at")  # it is older than any lease
 
 
 @pytest_asyncio.fixture
@@ -276,7 +277,7 @@ def test_proofs_are_of_one_text_of_one_session() -> None:
 
 
 async def test_takeover_waits_until_a_broken_store_is_settled(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.service.SETTLED_S", 0.2)
+    monkeypatch.setattr("coordinator.starting.SETTLED_S", 0.2)
     coordinator = ToyCoordinator(store)
     await coordinator.create(SESSION)
     store.client._note_break()

@@ -22,13 +22,14 @@ from redis.exceptions import AuthenticationError, NoPermissionError, RedisError,
 
 from coordinator.generation import OutputToken, Round
 from coordinator.prompts import EncodedPrompt
-from coordinator.session_record import Status
-from coordinator.sessions import SessionCancelled, SessionStore, keys, open_store
+from coordinator.session_record import LogEnd, Status
+from coordinator.session_replies import SessionCancelled
+from coordinator.sessions import SessionStore, keys, open_store
 from coordinator.stores.client import PATIENCE_S, RedisClient
 from coordinator.stores.node import MAX_CALLS, Command, Node
 from coordinator.stores.opening import memory_pool, open_redis
 from coordinator.stores.routes import FixedRoute
-from coordinator.stores.scripts import read_script
+from coordinator.stores.scripts import LIBRARY, read_script
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.exact.prefix import chain
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
@@ -501,7 +502,8 @@ async def test_lost_replies_do_not_undo_creation_or_claim(proxy: Proxy) -> None:
 
 async def test_an_unguarded_append_would_be_doubled(proxy: Proxy) -> None:
     """The control: the proxy loses the reply of a command that was executed, and the client repeats it."""
-    client = RedisClient(open_redis(proxy.url).route, read_script=lambda _: "return redis.call('INCR', KEYS[1])")
+    texts = {"increase": "return redis.call('INCR', KEYS[1])", LIBRARY: ""}
+    client = RedisClient(open_redis(proxy.url).route, read_script=texts.__getitem__)
     increase = client.script("increase", lambda _: True)
     await increase(["counter"], [])
     proxy.lose_reply()
@@ -634,9 +636,10 @@ CALLS: dict[str, Callable[[SessionStore], Awaitable[object]]] = {
     "heartbeat": lambda store: store.heartbeat(SESSION, 1, 1, b""),
     "cancel": lambda store: store.cancel(SESSION),
     "claim": lambda store: store.claim(SESSION),
+    "tail": lambda store: store.tail(SESSION, LogEnd(1, b"", 0)),
 }
-MALFORMED = [None, 1, b"OK", [], [b"committed", b"1"], [None], [b"fenced"], [[b"committed"]], [b"", b"", b"", b""]]
-NO_SESSION: list[tuple[str, object]] = [("cancel", None), ("claim", [])]  # these replies mean it
+MALFORMED = [None, 1, b"OK", [], [b"committed", b"1"], [None], [b"fenced"], [[b"committed"]], [b"", b"", b"", b"", 2]]
+NO_SESSION: list[tuple[str, object]] = [("cancel", None), ("claim", []), ("tail", [])]  # these replies mean it
 
 
 def store_that_replies(reply: object) -> SessionStore:
@@ -654,7 +657,7 @@ async def test_malformed_replies_are_unavailable(name: str, reply: object) -> No
 @pytest.mark.parametrize("fields", [[], [b"epoch"], [b"prompt_length", b"x"]])
 async def test_unreadable_sessions_are_unavailable(fields: list[bytes]) -> None:
     with pytest.raises(UnavailableError, match="malformed session"):
-        await store_that_replies([fields, b"", b"", b""]).read(SESSION)
+        await store_that_replies([fields, b"", b"", b"", 0]).read(SESSION)
 
 
 async def test_urls_that_redis_rejects_are_refused() -> None:

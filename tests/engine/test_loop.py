@@ -94,8 +94,8 @@ class ToyModel:
 class Generation(Task[list[int]]):
     """Greedy generation of `num_new` tokens."""
 
-    def __init__(self, key: str, tokens: list[int], num_new: int = 1, start: int = 0) -> None:
-        super().__init__(key, start, tokens, 1)
+    def __init__(self, key: str, tokens: list[int], num_new: int = 1, start: int = 0, *, match: bool = False) -> None:
+        super().__init__(key, start, tokens, 1, match=match)
         self.num_new = num_new
         self.output: list[int] = []
         self.num_prepared = 0
@@ -274,9 +274,35 @@ async def test_cancelling_spares_sequence_and_other_tasks() -> None:
             await asyncio.wait([futures[0]])
         assert futures[0].cancelled()
         assert await other[0] == generated([5], 2)
-        assert model.cache.open("a").length == 2
+        assert list(model.cache.open("a").tokens) == [1, 2, *[4] * 8], "the text that was read, without what is drafted"
         assert await loop.run(Generation("a", [7], 1, start=2)) == generated([1, 2, 7], 1)
         assert loop.load.num_running == loop.load.num_waiting == 0
+
+
+async def test_cancelled_prompts_keep_what_was_read() -> None:
+    """Each attempt is given up in its first forward; together they read every token once."""
+    model, prompt = ToyModel(), [token % 7 for token in range(8 * DECODING_TOKENS)]
+    async with engine(model, prefill_chunk_tokens=DECODING_TOKENS, outside=TIMELESS) as loop:
+        for _ in range(3):
+            async with given_up_forward(model, loop):
+                (future,) = await submitted(loop, Generation("a", prompt, match=True))
+                await asyncio.to_thread(model.entered.acquire)
+                future.cancel()
+                await asyncio.wait([future])
+        assert sum(forward.get("a", 0) for forward in model.forwards) == 3 * DECODING_TOKENS
+        assert await loop.run(Generation("a", prompt, match=True)) == generated(prompt, 1)
+    assert sum(forward.get("a", 0) for forward in model.forwards) == len(prompt)
+
+
+@asynccontextmanager
+async def given_up_forward(model: ToyModel, loop: EngineLoop[Any]) -> AsyncIterator[None]:
+    """Hold every forward that begins meanwhile; in the end let them run, and the engine come to rest."""
+    while model.entered.acquire(blocking=False):
+        pass
+    model.gate.clear()
+    yield
+    model.gate.set()
+    await loop.run(Generation("plug", [1]))
 
 
 async def test_task_cancelled_while_waiting_never_runs() -> None:

@@ -13,7 +13,7 @@ from specdec.errors import SpecdecError
 from specdec.request import generate_request, prompt_request
 from specdec.retry import Retry, RetryPolicy
 from specdec.serving.security.caller import NO_TENANT
-from specdec.types import FinishReason, SamplingParams, SpeculationParams
+from specdec.types import DetachedPolicy, FinishReason, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 from tests.simulation.cluster import Cluster
 from tests.simulation.engine import VOCAB_SIZE, ToyText
@@ -141,7 +141,8 @@ def _request(chance: random.Random, number: int) -> generation_pb2.GenerateReque
         max_new_tokens=chance.randrange(4, 25),
     )
     speculation = SpeculationParams(num_draft_tokens=chance.choice((None, None, 0, 1, 3)))
-    return generate_request(prompt_request(None, prompt), sampling, speculation, f"request {number}")
+    policy = chance.choice((None, None, DetachedPolicy.PARK, DetachedPolicy.FINISH, DetachedPolicy.CANCEL))
+    return generate_request(prompt_request(None, prompt), sampling, speculation, f"request {number}", policy)
 
 
 def _announced(

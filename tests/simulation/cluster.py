@@ -32,7 +32,7 @@ from specdec.v1 import draft_pb2_grpc, generation_pb2_grpc, target_pb2_grpc
 from target_service.scorer import Scorer
 from target_service.servicer import TargetServicer
 from tests.simulation.engine import TOKENIZER, VOCAB_SIZE, InlineEngine, ToyLanguageModel, ToyText, described
-from tests.simulation.ledger import Ledger, Trace
+from tests.simulation.ledger import Ledger, Owner, Trace
 from tests.simulation.loop import Process, virtual_loop
 from tests.simulation.network import Network
 from tests.simulation.store import SECRET, SimulatedRedis
@@ -121,7 +121,8 @@ class Cluster:
             generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
             await workers.capabilities.ready()
             process.spawn(workers.capabilities.watch(), name="capabilities")
-            process.spawn(service.watch(), name="heartbeats")
+            process.spawn(service.watch(), name="upkeep")
+            self.ledger.owners[service.owner] = Owner(process, running)
             server.is_ready = True
 
         return build

@@ -141,6 +141,7 @@ async def lose_replies(cluster: Cluster, chance: random.Random) -> None:
     cluster.trace.note(store.name, f"loses {store.lost_requests:.0%} of requests, {store.lost_replies:.0%} of replies")
     await asyncio.sleep(_pause_s(chance) / 2)
     store.lost_replies = store.lost_requests = 0.0
+    store.note_disturbed()
 
 
 async def pause_store(cluster: Cluster, chance: random.Random) -> None:
@@ -158,12 +159,15 @@ async def restart_store(cluster: Cluster, chance: random.Random) -> None:
     store.restart()
     await asyncio.sleep(_pause_s(chance) / 4)
     store.is_up = True
+    store.note_disturbed()
     cluster.trace.note(store.name, "is back")
 
 
 async def jump_clock(cluster: Cluster, chance: random.Random) -> None:
     """Let the stores' clock jump, by less than what a session is kept for."""
     cluster.clock_offset_s += chance.uniform(-400, 400)
+    for store in cluster.stores:
+        store.note_disturbed()
     cluster.trace.note("clock", f"of the stores is {cluster.clock_offset_s:.0f} s off")
 
 

@@ -2,9 +2,11 @@
 
 1. A session's log only grows, is chained by its digest, and its epoch only rises.
 2. What a client gets is committed, and is a prefix of the log as it finally is; no token ever changes.
-3. Every round builds on a text that a target scored as it is, and greedy text is the target's own.
-4. No client fails, but for what a fault really took away.
-5. In the end nothing is left: no task, no call, no running session, no key after its time.
+3. A session changes hands only once its owner has released it, or its lease has lapsed; while its owner runs it and the
+   store is well, that does not happen: followers never cost epochs.
+4. Every round builds on a text that a target scored as it is, and greedy text is the target's own.
+5. No client fails, but for what a fault really took away.
+6. In the end nothing is left: no task, no call, no running session, no key after its time.
 """
 
 import hashlib
@@ -12,11 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from coordinator.registry import RunningGenerations
+from coordinator.running import RunningGeneration
 from coordinator.session_record import unpack_tokens
+from coordinator.sessions import LEASE_S
 from specdec.completion import Chunk
 from specdec.errors import SpecdecError
 from specdec.exact.prefix import chain
+from tests.simulation.loop import Process
 from tests.simulation.store import SimulatedRedis
+
+CALM_S = 2 * LEASE_S  # an owner that was not disturbed for so long has renewed its leases
 
 
 @dataclass(slots=True)
@@ -39,6 +47,29 @@ class Trace:
         return hashlib.blake2b("\n".join(self.lines()).encode(), digest_size=16).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A coordinator as its process, by which leases know it."""
+
+    process: Process
+    running: RunningGenerations
+
+    def runs(self, session_id: str, now_s: float) -> bool:
+        """Whether it runs a session, and could have renewed its lease."""
+        process, generation = self.process, self.running.get(session_id)
+        is_well = process.is_alive and not process.is_stopped and now_s - process.went_on_at_s > CALM_S
+        return is_well and isinstance(generation, RunningGeneration) and generation.is_running
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A session's lease as the store has it."""
+
+    owner: str = ""
+    leased_at: bytes = b""  # empty: released, or never leased
+    seen_at_s: float = 0.0  # when it was there first
+
+
 @dataclass(slots=True)
 class Log:
     """A session as its store has it, and what clients were shown of it."""
@@ -48,6 +79,7 @@ class Log:
     tokens: tuple[int, ...] = ()  # prompt and completion; empty: not in the store
     digest: bytes = b""
     epoch: int = 0
+    lease: Lease = field(default_factory=Lease)
     shown: list[int] = field(default_factory=list)  # the longest text that any client has seen
     is_lost: bool = False  # the store lost at least a part of it, by a fault
     is_behind: bool = False  # so that it had less than clients were shown
@@ -74,6 +106,7 @@ class Ledger:
     logs: dict[tuple[str, str], Log] = field(default_factory=dict)  # by store and session
     endings: Counter[str] = field(default_factory=Counter)  # how clients ended
     accepted_failures: tuple[str, ...] = ()  # reasons for which clients may fail in this world
+    owners: dict[str, Owner] = field(default_factory=dict)  # by their names in leases
 
     def expect(self, store: str, session_id: str, prompt: Sequence[int], greedy: Sequence[Sequence[int]]) -> None:
         """Announce a session; `greedy` are its texts by each model that is served, none if it is sampled."""
@@ -118,6 +151,7 @@ class Ledger:
 
     def _check(self, log: Log, store: SimulatedRedis, session_id: str) -> None:
         meta, packed = store.meta(session_id), store.tokens(session_id)
+        self._check_lease(log, store, session_id, meta)
         epoch = int(meta[b"epoch"])
         if epoch != log.epoch:
             self.trace.note(store.name, f"{session_id[:4]} epoch {epoch}")
@@ -136,6 +170,21 @@ class Ledger:
         if meta[b"digest"] != chain(log.digest, news):
             self.violated(f"session {session_id[:4]}: its digest is not that of its {len(tokens)} tokens")
         log.tokens, log.digest = tokens, meta[b"digest"]
+
+    def _check_lease(self, log: Log, store: SimulatedRedis, session_id: str, meta: dict[bytes, bytes]) -> None:
+        """Check that a session changes hands only where it may."""
+        before, now_s = log.lease, self.trace.now_s()
+        owner, leased_at = meta.get(b"owner", b"").decode(), meta.get(b"leased_at", b"")
+        if (owner, leased_at) == (before.owner, before.leased_at):
+            return
+        log.lease = Lease(owner, leased_at, now_s)
+        if not owner or not before.leased_at or owner == before.owner:
+            return
+        former = self.owners.get(before.owner)
+        if now_s - before.seen_at_s < LEASE_S and store.calm_s > now_s - before.seen_at_s:
+            self.violated(f"session {session_id[:4]}: claimed while its owner's lease lasts")
+        elif former and former.runs(session_id, now_s) and store.calm_s > CALM_S:
+            self.violated(f"session {session_id[:4]}: taken from {former.process.name}, which runs it")
 
     def scored(self, key: str, tokens: tuple[int, ...]) -> None:
         """Record that a target gave scores after these tokens, which it holds under a session's key."""

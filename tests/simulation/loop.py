@@ -28,6 +28,7 @@ class Process:
         self.name = name
         self.is_alive = True
         self.is_stopped = False
+        self.went_on_at_s = 0.0  # after it was stopped last
         self.slowness = 1.0  # how many times longer its computations take
         self.on_death: list[Callable[[], None]] = []
         self._held: list[asyncio.Handle] = []  # became ready while it was stopped
@@ -50,7 +51,8 @@ class Process:
 
     def go_on(self) -> None:
         """Run what was held, as SIGCONT does."""
-        self.is_stopped = False
+        if self.is_stopped:
+            self.is_stopped, self.went_on_at_s = False, virtual_loop().time()
         held, self._held = self._held, []
         virtual_loop().ready.extend(held)
 

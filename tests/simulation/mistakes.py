@@ -109,14 +109,19 @@ NO_HEALING = Change(
     "raise told(await heal(self._store, self.shown)) from refusal",
     "raise",
 )
+NO_COMPARISON = Change(
+    "coordinator.sessions:SessionStore.tail",
+    "if (news.length, news.digest) != (end.length, end.digest):",
+    "if False:",
+)
 ROLLBACK = frozenset({"rollback"})
 
 MISTAKES = [
     Mistake(
         "a resume is judged by the memory of a former owner",
-        "coordinator.service:Coordinator._owns",
-        "session = await self._store.read(running.session_id)\n",
-        "session = await self._store.read(running.session_id)\n"
+        "coordinator.service:Coordinator._is_current",
+        "session = await self._store.read(followed.session_id)\n",
+        "session = await self._store.read(followed.session_id)\n"
         "    from specdec.errors import DataLossError\n"
         "    raise DataLossError('past what this coordinator holds')\n",
         145,
@@ -266,14 +271,14 @@ MISTAKES = [
     ),
     Mistake(
         "a follower misses a token",
-        "coordinator.running:RunningGeneration.follow",
+        "coordinator.followed:FollowedGeneration.follow",
         "yield self.generation.chunk(offset, end), ending",
         "yield self.generation.chunk(min(end, offset + (offset == 5)), end), ending",
         0,
     ),
     Mistake(
         "a session counts as finished before its last commit",
-        "coordinator.running:RunningGeneration._is_complete",
+        "coordinator.followed:FollowedGeneration._is_complete",
         "return self.generation.done and self._num_published == len(self.generation.emitted)",
         "return self.generation.done",
         5,
@@ -289,7 +294,7 @@ MISTAKES = [
     ),
     Mistake(
         "sessions go on at once after a store has broken its connections",
-        "coordinator.service:Coordinator._claimed",
+        "coordinator.starting:SessionStarts._claimed_settled",
         "while self._store.unbroken_s < SETTLED_S:",
         "while False:",
         35,
@@ -298,7 +303,7 @@ MISTAKES = [
     ),
     Mistake(
         "sessions that were left are not compared",
-        "coordinator.service:Coordinator._check_left",
+        "coordinator.upkeep:Upkeep._check_left",
         "await heal(self._store, shown)",
         "pass",
         35,
@@ -335,5 +340,53 @@ MISTAKES = [
         6,
         TWO_STORES,
         also=(NO_PROOF, NO_INCARNATION),
+    ),
+    Mistake(
+        "a claim ignores the owner's lease",
+        "claim.lua",
+        "if lease_left_ms(KEYS[1]) > 0 and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[4] then",
+        "if false then",
+        0,
+        hole="H9",
+    ),
+    Mistake(
+        "a lease is not renewed during long rounds",
+        "heartbeat.lua",
+        "if redis.call('HEXISTS', KEYS[1], 'leased_at') == 1 then",
+        "if false then",
+        0,
+        hole="H9",
+    ),
+    Mistake(
+        "a commit does not renew the lease",
+        "commit.lua",
+        "renew_lease(KEYS[1], ARGV[12])",
+        "",
+        0,
+        frozenset({"slow down"}),
+        hole="H9",
+    ),
+    Mistake(
+        "a former owner releases its successor's lease",
+        "release.lua",
+        "if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then",
+        "if true then",
+        0,
+        frozenset({"stop"}),
+    ),
+    Mistake(
+        "a tail shows tokens that the log does not have",
+        "tail.lua",
+        "tokens = redis.call('GETRANGE', KEYS[2], 4 * known, -1)",
+        "tokens = redis.call('GETRANGE', KEYS[2], 4 * (known - 1), -5)",
+        0,
+        also=(NO_COMPARISON,),
+    ),
+    Mistake(
+        "a tail never takes over",
+        "coordinator.tailing:TailedGeneration._read_on",
+        "if news.status is Status.ACTIVE and not news.lease_left_s:",
+        "if False:",
+        0,
     ),
 ]

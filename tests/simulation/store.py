@@ -6,6 +6,7 @@ with what is in its socket.
 
 import asyncio
 import copy
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import fakeredis._helpers
 import fakeredis._socket._base
+import fakeredis.commands_mixins.server_mixin
 from fakeredis import FakeServer
 from fakeredis._clients._async import FakeAsyncRedisConnection
 from redis.asyncio import ConnectionPool
@@ -51,6 +53,7 @@ class SimulatedRedis:
     generation: int = 0  # how often it was restarted; older connections are broken
     replica: "Replica | None" = None
     num_executed: int = 0
+    disturbed_at_s: float = -math.inf  # when it last lost, or held up, what was sent to it
     _snapshots: list[dict[bytes, Any]] = field(default_factory=list)
 
     @property
@@ -99,8 +102,20 @@ class SimulatedRedis:
         self.restart()
         self._replace({})
 
+    def note_disturbed(self) -> None:
+        """Take note that calls to it may fail, or take long, at this moment."""
+        self.disturbed_at_s = virtual_loop().time()
+
+    @property
+    def calm_s(self) -> float:
+        """Seconds since it was disturbed last."""
+        if not self.is_up or self.lost_replies or self.lost_requests:
+            return 0.0
+        return virtual_loop().time() - max(self.disturbed_at_s, self.paused_until_s)
+
     def restart(self) -> None:
         """Break all connections, and forget the scripts; the contents stay."""
+        self.note_disturbed()
         self.generation += 1
         self.server.script_cache.clear()
 
@@ -256,13 +271,13 @@ def _is_alive() -> bool:
 
 @contextmanager
 def virtual_wall_clock(now_s: Callable[[], float]) -> Iterator[None]:
-    """Let keys expire by a simulated clock.
+    """Let keys expire, and leases lapse, by a simulated clock.
 
     fakeredis reads the clock of its module and has no other way to be given one: this is the one place where a library
     is patched.
     """
     clock = SimpleNamespace(time=lambda: WALL_CLOCK_S + now_s())
-    modules: list[Any] = [fakeredis._helpers, fakeredis._socket._base]
+    modules: list[Any] = [fakeredis._helpers, fakeredis._socket._base, fakeredis.commands_mixins.server_mixin]
     real = [module.time for module in modules]
     try:
         for module in modules:

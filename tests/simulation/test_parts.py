@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from coordinator.stores.client import RedisClient
+from coordinator.stores.scripts import LIBRARY
 from specdec.outside import Outside
 from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.simulation.loop import Process, SimulationStuck, VirtualLoop, virtual_loop
@@ -164,7 +165,8 @@ def test_killed_server_ends_its_calls() -> None:
 def counter(store: SimulatedRedis) -> Any:
     """Return a script that counts its calls, on a connection of its own."""
     outside = Outside(lambda: virtual_loop().time(), lambda: 0.5)
-    client = RedisClient(store.route(), outside=outside, read_script=lambda _: "return redis.call('INCR', KEYS[1])")
+    texts = {"count": "return redis.call('INCR', KEYS[1])", LIBRARY: ""}
+    client = RedisClient(store.route(), outside=outside, read_script=texts.__getitem__)
     return client.script("count", lambda reply: True)
 
 

@@ -9,13 +9,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from coordinator.draft import OfferedDrafter
+from coordinator.followed import Ending
 from coordinator.generation import CommittedChunk
 from coordinator.loads import ReportedLoads
 from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.rounds import Scored
-from coordinator.running import Ending
 from coordinator.service import Coordinator
 from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
@@ -157,6 +157,11 @@ def tokens_of(chunk: CommittedChunk) -> list[int]:
 def generation_tasks() -> list[str]:
     """Return the names of the generations whose rounds run in this process."""
     return [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("generation")]
+
+
+async def lapse(store: SessionStore, session_id: str = "s") -> None:
+    """Let a session's lease be over, as if its owner had said nothing for long."""
+    await store.release(session_id, (await store.read(session_id)).epoch)
 
 
 async def until(condition: Callable[[], bool]) -> None:
