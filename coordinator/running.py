@@ -17,6 +17,7 @@ from coordinator.sessions import SessionCancelled, SessionStore
 from coordinator.target import SessionScorer
 from specdec.errors import DataLossError, FencedError, UnavailableError
 from specdec.outside import REAL, Outside
+from specdec.serving.tracing import spans
 from specdec.types import FinishReason, Statistics
 
 MAX_UNREAD_TOKENS = 256  # that a session is ahead of its followers; then it pauses until one of them reads on
@@ -86,6 +87,7 @@ class RunningGeneration:
         self._published = generation.statistics
         self._base_s = generation.statistics.total_s
         self._began_at = self._published_at = self._outside.now_s()
+        self._published_by: spans.Span = spans.NOTHING  # the span of the last round that was committed
         self._changed = asyncio.Event()  # replaced at each change
         self._readers: set[_Reader] = set()
         self._read = asyncio.Event()  # replaced whenever a follower has read
@@ -174,7 +176,11 @@ class RunningGeneration:
             while ending is None:
                 await self._wait_past(offset)
                 end, ending = self._num_published, self._ending()
-                yield self.generation.chunk(offset, end), ending
+                emitting = self._published_by.begin("emit", num_tokens=end - offset)
+                try:
+                    yield self.generation.chunk(offset, end), ending
+                finally:
+                    emitting.end()
                 offset = reader.offset = end
                 self._note_read()
         finally:
@@ -233,7 +239,8 @@ class RunningGeneration:
             played.statistics, commit_s=self._published.commit_s, total_s=self._base_s + begin - self._began_at
         )
         try:
-            await self._store.commit(self.session_id, self.epoch, played, statistics)
+            with spans.span("commit"):
+                await self._store.commit(self.session_id, self.epoch, played, statistics)
         except (FencedError, DataLossError) as refusal:
             raise told(await heal(self._store, self.shown)) from refusal
         end = self._published_at = self._outside.now_s()
@@ -244,6 +251,7 @@ class RunningGeneration:
             total_s=self._base_s + end - self._began_at,
         )
         self._num_published += len(played.emitted)
+        self._published_by = spans.current()
         self._tell()
 
     def _end(self, reason: Exception) -> None:

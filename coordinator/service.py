@@ -25,6 +25,7 @@ from specdec.errors import DataLossError, FencedError, NotFoundError, Unavailabl
 from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import NO_TENANT
 from specdec.serving.telemetry import get_logger
+from specdec.serving.tracing import spans
 from specdec.types import ModelInfo, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 
@@ -92,7 +93,8 @@ class Coordinator:
             self.admission.check(tenant, len(plan.prompt.tokens), num_tokens, left_s)
         ticket = self.admission.enter(tenant, num_tokens, left_s)
         try:
-            await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
+            with spans.span("create"):
+                await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
         except BaseException:
             self.admission.leave(ticket, is_complete=False)
             raise
@@ -189,7 +191,8 @@ class Coordinator:
         `position` is its first follower's: no text is added to less than it was shown. Raises NotFoundError,
         ModelMismatchError, DataLossError if the session is lost.
         """
-        session = await self._claimed(session_id, position)
+        with spans.span("claim"):
+            session = await self._claimed(session_id, position)
         sampling, speculation = requests.restored(session.request)
         generation = await self._replayed(session, sampling)
         running = RunningGeneration(session, generation, self._store, self._outside)

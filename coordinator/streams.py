@@ -31,6 +31,7 @@ from specdec.errors import (
 )
 from specdec.outside import REAL, Outside
 from specdec.serving import session_stream
+from specdec.serving.tracing import spans
 from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 2.0
@@ -215,6 +216,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             # the last committed token is always sent: a distribution needs a token to follow
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
+            spans.current().set(worker=self._address, num_fed=self.num_fed)
             await self._stream.write(message(start, committed[start:], self._session.prefix_digest(start)))
             reply = await self._answer(timer, limit_s)
             if reply.cached_len >= start:
@@ -222,6 +224,11 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
                 return reply
             self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
             num_misses += 1
+
+    @property
+    def _address(self) -> str:
+        """The address of the open stream's worker; empty without one."""
+        return self._worker.address if self._worker else ""
 
     async def _answer(self, timer: asyncio.Timeout, limit_s: float) -> ReplyT:
         """Return the next message that is an answer; the others start the time-out again."""

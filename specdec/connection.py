@@ -23,6 +23,7 @@ from specdec.errors import (
 from specdec.outside import REAL, Outside
 from specdec.retry import Attempts, Retry, RetryPolicy
 from specdec.tls import handshake_problem
+from specdec.trace_context import current_trace
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
@@ -75,9 +76,9 @@ class Connection:
     @property
     def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """What is sent with a call; the token is asked for each time, as it may have been replaced."""
-        if self._token is None:
-            return self._static_metadata
-        return (*self._static_metadata, ("authorization", f"Bearer {self._token()}"))
+        traced = current_trace(key for key, _ in self._static_metadata)
+        token = (("authorization", f"Bearer {self._token()}"),) if self._token else ()
+        return (*self._static_metadata, *traced, *token)
 
     async def connect(self) -> None:
         """Connect now. Raises UnavailableError at once if no server answers."""

@@ -25,6 +25,7 @@ from specdec.serving.security.tls import server_credentials
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
 from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
+from specdec.serving.tracing.start import traced
 
 MAX_METADATA_BYTES = 16 << 10
 
@@ -270,6 +271,14 @@ async def run_service(settings: ServiceSettings, name: str, service: str, build:
     """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
     configure_logs(name, settings.log_level, settings.log_format)
     asyncio.get_running_loop().set_exception_handler(log_unhandled)
+    async with traced(name, settings.otlp_endpoint, settings.trace_rounds):
+        await _run_until_told(settings, service, build)
+    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
+    gc.freeze()
+
+
+async def _run_until_told(settings: ServiceSettings, service: str, build: Build) -> None:
+    """Run until SIGTERM or SIGINT. Raises CannotServe."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -279,8 +288,6 @@ async def run_service(settings: ServiceSettings, name: str, service: str, build:
     if running.done():
         told.cancel()
     await running
-    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
-    gc.freeze()
 
 
 async def _serve_until(told: "asyncio.Task[Any]", settings: ServiceSettings, service: str, build: Build) -> None:

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, Settings
 
 from specdec.channel import MAX_MESSAGE_BYTES, is_loopback
 from specdec.parameters import nearest_hint
+from specdec.serving.tracing.endpoint import endpoint_problem
 
 ENV_PREFIX = "SPECDEC_"
 
@@ -46,6 +47,16 @@ class ServiceSettings(BaseSettings):
     metrics_port: Port | None = Field(None, description="port for Prometheus; unset: no metrics, 0: a free one")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event logged")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text for people")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="where traces go (OpenTelemetry, OTLP over gRPC), as http://127.0.0.1:4317; unset: what "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, else nothing is traced",
+    )
+    trace_rounds: int = Field(
+        16,
+        ge=0,
+        description="of a traced request the first 8 rounds are traced, then one in so many; 1: all, 0: no more",
+    )
     drain_s: float = Field(20.0, ge=0, le=3600, description="seconds that running calls get to end at shutdown")
     tls_certificate: Path | None = Field(
         None, description="PEM file with this service's certificate and its chain; replaced files count within a second"
@@ -79,6 +90,8 @@ class ServiceSettings(BaseSettings):
             yield "--tls-client-ca and --tls-client-names belong together; --tls-client-names '*' lets in any name"
         if self.tls_certificate and not self.tls_client_ca and self.needs_client_certificates:
             yield "--tls-client-ca is missing: this service knows its callers by their certificates alone"
+        if self.otlp_endpoint is not None and (problem := endpoint_problem(self.otlp_endpoint)):
+            yield f"--otlp-endpoint {problem}"
         if not self.tls_certificate and not self.insecure and not is_loopback(self.host):
             yield (
                 f"--host is {self.host}, where others can read and change plain text; give --tls-certificate and "
