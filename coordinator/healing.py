@@ -8,6 +8,7 @@ name: the session is lost, and nobody is shown more of it.
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from coordinator import metrics
 from coordinator.generation import OutputToken
 from coordinator.session_record import SessionRecord, Status
 from coordinator.sessions import SessionStore
@@ -108,5 +109,6 @@ def _above(shown: SessionRecord, stored: SessionRecord | None) -> SessionRecord:
 
 
 def _noted(session: SessionRecord, healing: Healing) -> Healing:
+    metrics.NUM_WENT_BACK.labels(healing.name.lower()).inc()
     get_logger().warning("store_went_back", session_id=session.session_id, session=healing.name.lower())
     return healing

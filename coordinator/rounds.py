@@ -220,7 +220,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             missed=missed,
         )
     )
-    return finished_round
+    return replace(finished_round, drafter=plan.drafter or finished_round.drafter)
 
 
 def committed_observations(observations: Observations, proposal: Proposal, verdict: Verdict) -> Observations:

@@ -193,12 +193,17 @@ class RunningGeneration:
 
     async def _until_read(self) -> None:
         """Wait while all followers are far behind: what nobody reads is not generated."""
-        while self._readers and self._num_unread > MAX_UNREAD_TOKENS:
-            await self._read.wait()
+        if not self._is_far_ahead:
+            return
+        with metrics.paused():
+            while self._is_far_ahead:
+                await self._read.wait()
 
     @property
-    def _num_unread(self) -> int:
-        return self._num_published - max(reader.offset for reader in self._readers)
+    def _is_far_ahead(self) -> bool:
+        if not self._readers:
+            return False
+        return self._num_published - max(reader.offset for reader in self._readers) > MAX_UNREAD_TOKENS
 
     @property
     def _is_complete(self) -> bool:
@@ -262,6 +267,8 @@ class RunningGeneration:
             self.generation.cut(self._num_published, FinishReason.CANCELLED)
         else:
             self._error = reason
+        if isinstance(reason, FencedError):
+            metrics.NUM_TAKEN_OVER.inc()
         self._tell()
 
     def _tell(self) -> None:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator import requests
+from coordinator import metrics, requests
 from coordinator.admission import Admission, Ticket
 from coordinator.generation import CommittedChunk, Generation, OutputToken
 from coordinator.healing import BEGINNING, Healing, Position, heal, take_back, told
@@ -153,6 +153,7 @@ class Coordinator:
         """
         while True:
             await asyncio.sleep(period_s)
+            metrics.PREDICTED_WAIT_S.set(self.admission.wait_s(0))
             await _tolerated("", self._store.answers())
             has_broken = self._store.unbroken_s < 2 * period_s
             running = self._running.silent(0.0 if has_broken else period_s)
@@ -193,6 +194,8 @@ class Coordinator:
         """
         with spans.span("claim"):
             session = await self._claimed(session_id, position)
+        if session.epoch > 1:
+            metrics.NUM_CONTINUED.inc()
         sampling, speculation = requests.restored(session.request)
         generation = await self._replayed(session, sampling)
         running = RunningGeneration(session, generation, self._store, self._outside)

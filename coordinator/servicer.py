@@ -16,7 +16,7 @@ from coordinator.service import Coordinator, StoredSession
 from coordinator.session_ids import SessionIds, SessionName
 from coordinator.session_record import Status
 from specdec import messages
-from specdec.errors import InvalidArgumentError, SpecdecError
+from specdec.errors import InvalidArgumentError, OverloadedError, SpecdecError
 from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import current_tenant
 from specdec.serving.telemetry import get_logger
@@ -204,6 +204,8 @@ class _Request:
         # clients may cancel as soon as they have the last chunk
         code = _code(None if self._ending else error)
         metrics.NUM_REQUESTS.labels(self._method, code).inc()
+        if isinstance(error, OverloadedError):
+            metrics.NUM_REFUSALS.labels(error.metadata.get("limit", "other")).inc()
         facts: dict[str, Any] = {"num_tokens": self._num_tokens} if self._num_tokens else {}
         if self._ending:
             statistics = self._ending.statistics

@@ -40,6 +40,7 @@ CHECK_TIMEOUT_S = 1.0  # for a worker that is late to answer a probe
 STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
 # this session, while it may serve others
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
+PING_TIMEOUT = "ping timeout"  # grpc's words for a connection whose ping was not answered
 LOST_STREAM = "a worker ended the session's stream"
 
 
@@ -271,6 +272,8 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         if isinstance(ending, InternalError):
             self.distrust(ending)
         elif isinstance(ending, UnavailableError) and self._worker:
+            cause = "ping" if PING_TIMEOUT in ending.message else "connection"
+            metrics.NUM_LOST_STREAMS.labels(self._group.kind, cause).inc()
             self._lost = self._worker
             self._worker.lost(ending)
             self._losses[self._worker.address] += 1
@@ -293,6 +296,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
     def distrust(self, failure: SpecdecError) -> None:
         """Leave a worker that failed a round; no session goes to it until it has proved itself."""
         if self._worker:
+            metrics.NUM_FAILED_ROUNDS.labels(self._group.kind).inc()
             self._worker.round_failed(failure)
             self._avoided.add(self._worker.address)
         self.abandon()

@@ -30,6 +30,7 @@ from specdec.stream import AsyncStream
 from specdec.timeline import command as timeline
 from specdec.timeline.errors import TraceError
 from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
+from specdec.watching import command as watching
 
 FAILED, INTERRUPTED = 1, 130
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"
@@ -68,6 +69,7 @@ def parser(*, with_up: bool = False) -> Parser:
     _add_session(commands)
     model = commands.add_parser("model", help="print the models of a running service")
     _finish(model, _model)
+    watching.add(commands, _finish, _host_and_port, _connected)
     timeline.add(commands, _finish)
     planning.add(commands, _finish_offline)
     accounting.add(commands, _finish_offline, _config_folder)

@@ -35,6 +35,7 @@ ChunkCall = (
 )
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+StubT = TypeVar("StubT")
 
 
 MAX_HANDED_BACK = 16_384  # tokens, 60 kB
@@ -132,14 +133,15 @@ class Connection:
 
     async def ask(
         self,
-        method: Callable[[Stub], Callable[..., Awaitable[ResponseT]]],
+        method: Callable[[StubT], Callable[..., Awaitable[ResponseT]]],
         request: RequestT,
         timeout_s: float,
+        service: Callable[[grpc.aio.Channel], StubT] = generation_pb2_grpc.GenerationServiceStub,
     ) -> ResponseT:
-        """Make a call that answers once; all of them can be repeated. Raises SpecdecError."""
+        """Make a call of a service that answers once; all of them can be repeated. Raises SpecdecError."""
         attempts = self._attempts(timeout_s)
         while True:
-            call = method(self._stub())
+            call = method(service(self._channel(QUICK_PINGS)))
             try:
                 answer = await call(request, timeout=attempts.left_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:

@@ -27,6 +27,7 @@ from specdec.serving.status import to_status
 from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
 from specdec.serving.tracing.start import traced
 
+STATUS_SERVICE = "specdec.v1.StatusService"
 MAX_METADATA_BYTES = 16 << 10
 
 _SERVER_OPTIONS = (
@@ -163,7 +164,7 @@ class Server:
             raise CannotServe(problem)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if self._settings.reflection:
-            names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (self._service, STATUS_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.grpc)
         self.port = self._opened(self.grpc, self._settings.port, server_credentials(self._settings))
         await self._health.set(self._service, health_pb2.HealthCheckResponse.NOT_SERVING)

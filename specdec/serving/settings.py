@@ -123,6 +123,15 @@ class ClientFacingSettings(ServiceSettings):
     jwt_keys: str | None = Field(None, description="the issuer's public keys (JWKS): a file, or an https URL")
     jwt_tenant_claim: str = Field("sub", description="claim of a signed token that names the tenant")
 
+    operators: str | None = Field(
+        None, description="tenants, comma separated, whose tokens may ask for the status (`specdec watch`); unset: none"
+    )
+
+    @property
+    def operator_tenants(self) -> frozenset[str]:
+        """The tenants that may ask for the status."""
+        return frozenset(name.strip() for name in (self.operators or "").split(",") if name.strip())
+
     @property
     def jwt(self) -> JwtSettings | None:
         """Whose signed tokens count, if any do."""
