@@ -1,6 +1,6 @@
 """What tracing costs a round: `python -m benchmarks.tracing_cost [--against CHECKOUT]`.
 
-Rounds of the production loop with toy drafters and scorers that cost next to nothing: there is only what the coordinator
+Rounds of the production loop with toy drafters and scorers that cost next to nothing: there is only what a coordinator
 does itself. Each measurement is a process of its own; kinds take turns, and each is compared with the one beside it:
 
 off      no endpoint                    compared with the loop of another checkout (`--against`), or with itself
