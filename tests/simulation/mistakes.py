@@ -222,8 +222,8 @@ MISTAKES = [
     Mistake(
         "commits of one session overlap",
         "coordinator.running:run_rounds",
-        "            await asyncio.shield(committing)\n            committing",
-        "            committing",
+        "                await asyncio.shield(committing)\n                committing",
+        "                committing",
         22,
     ),
     Mistake(
