@@ -144,6 +144,8 @@ class ClientFacingSettings(ServiceSettings):
         yield from super().problems()
         if self.jwt is None and (self.jwt_issuer or self.jwt_audience or self.jwt_keys):
             yield "--jwt-issuer, --jwt-audience and --jwt-keys belong together; give all three"
+        if self.operators and not self.tokens_file and self.jwt is None:
+            yield "--operators names tenants, and clients without tokens have none; give --tokens-file, or leave it out"
         keys = urlsplit(self.jwt_keys or "")
         if keys.scheme == "http" and not is_loopback(keys.hostname or ""):
             yield "--jwt-keys is an http URL, whose answer others can change; give https"
