@@ -9,6 +9,7 @@ import specdec.serving.extras  # noqa: F401  # first: a package that is missing 
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers, draft_watch
+from coordinator.fleet import worker_statuses
 from coordinator.pool.resolving import host_of, resolver
 from coordinator.prompts import Prompts
 from coordinator.registry import RunningGenerations
@@ -24,6 +25,7 @@ from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import SpecdecError
 from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
+from specdec.serving.process_status import StatusServicer
 from specdec.serving.security.tls import log_reload
 from specdec.serving.server import Server, run_process, supervised
 from specdec.serving.settings import load
@@ -31,7 +33,7 @@ from specdec.serving.state_folder import REDIS_SERVER, redis_server, store_folde
 from specdec.serving.telemetry import get_logger
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, tokenizer_folder
 from specdec.tls import watched
-from specdec.v1 import generation_pb2_grpc
+from specdec.v1 import generation_pb2_grpc, status_pb2_grpc
 
 SERVICE = "specdec.v1.GenerationService"
 
@@ -57,6 +59,8 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         service = Coordinator(workers, prompts, store, running, limits, detached=settings.detached_rule)
         servicer = GenerationServicer(service, SessionIds(await store.secret()))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
+        status = StatusServicer("coordinator", lambda: worker_statuses(workers.pools), settings.operator_tenants)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(status, server.grpc)
         await workers.capabilities.ready()
         async with (
             supervised(server, "capabilities", workers.capabilities.watch()),

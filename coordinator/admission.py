@@ -103,10 +103,10 @@ class Admission:
         predicted_s = self.wait_s(num_prompt_tokens) + token_s * self._expected(num_tokens)
         if left_s is not None and predicted_s > margin * left_s:
             problem = f"this one would take {predicted_s:.1f} s, and its caller waits {left_s:.1f} s"
-            raise self._refusal(predicted_s - margin * left_s, problem)
+            raise self._refusal(predicted_s - margin * left_s, problem, "own_deadline")
         late_s = max((self._late_s(ticket, token_s, margin, now_s) for ticket in self._tickets.values()), default=0.0)
         if late_s > 0:
-            raise self._refusal(late_s, "another one would make them miss their deadlines")
+            raise self._refusal(late_s, "another one would make them miss their deadlines", "others_deadlines")
 
     def wait_s(self, num_prompt_tokens: int) -> float:
         """Return how long a new session waits for its first token: a place, the prompts ahead, its own."""
@@ -142,7 +142,8 @@ class Admission:
         num_tenants = len(self._seen_s.keys() | self._of_tenant.keys())
         return num_tenants > 1 and (self._of_tenant[tenant] + 1) * num_tenants > len(self._tickets) + 1
 
-    def _refusal(self, missing_s: float, problem: str) -> OverloadedError:
+    def _refusal(self, missing_s: float, problem: str, limit: str) -> OverloadedError:
         # refused callers must not come back all at once
         retry_s = min(max(MIN_RETRY_S, missing_s), MAX_RETRY_S) * (1 + self.outside.uniform())
-        return OverloadedError(f"{len(self._tickets)} sessions run here, and {problem}; try again later", retry_s)
+        sentence = f"{len(self._tickets)} sessions run here, and {problem}; try again later"
+        return OverloadedError(sentence, retry_s, limit=limit)

@@ -21,6 +21,7 @@ from specdec.exact import codec
 from specdec.exact.values import ObservationRequest, Observations, Proposal
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
+from specdec.serving.tracing import spans
 from specdec.types import ModelInfo
 from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 
@@ -172,10 +173,12 @@ class SessionDrafter:
                 num_draft_tokens=num_draft_tokens,
                 observations=observed,
                 stop_below=stop_below,
+                trace_context=spans.current().context(),
             )
             return draft_pb2.ProposeRequest(propose=propose)
 
-        reply = await self._stream.ask(committed, message)
+        with spans.span("propose"):
+            reply = await self._stream.ask(committed, message)
         try:
             proposal = codec.proposal_from_proto(reply, num_draft_tokens, self._limits.vocab_size)
         except (codec.MalformedReply, ValueError) as error:

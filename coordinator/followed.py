@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from coordinator.generation import CommittedChunk, Generation
 from coordinator.session_record import SessionRecord, Status
 from specdec.errors import UnavailableError
+from specdec.serving.tracing import spans
 from specdec.types import FinishReason, Statistics
 
 
@@ -46,6 +47,7 @@ class FollowedGeneration:
         self.generation = generation
         self._num_published = len(generation.emitted)
         self._published = generation.statistics
+        self._published_by: spans.Span = spans.NOTHING  # the span of the last round that was committed
         self._changed = asyncio.Event()  # replaced at each change
         self._readers: set[_Reader] = set()
         self._read = asyncio.Event()  # replaced whenever a follower has read
@@ -111,7 +113,11 @@ class FollowedGeneration:
             while ending is None:
                 await self._wait_past(offset)
                 end, ending = self._num_published, self._ending()
-                yield self.generation.chunk(offset, end), ending
+                emitting = self._published_by.begin("emit", num_tokens=end - offset)
+                try:
+                    yield self.generation.chunk(offset, end), ending
+                finally:
+                    emitting.end()
                 offset = reader.offset = end
                 self._note_read()
         finally:

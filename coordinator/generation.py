@@ -41,6 +41,7 @@ class Round:
     digest: bytes  # after it
     finish: FinishReason | None
     statistics: Statistics  # after it; commit_s and total_s are the committer's to add
+    drafter: str = "none"  # that proposed in it
 
 
 @dataclass(frozen=True, slots=True)

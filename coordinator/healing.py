@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from coordinator import metrics
 from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.session_record import SessionRecord, Status
 from coordinator.sessions import SessionStore
@@ -120,5 +121,6 @@ def _above(shown: SessionRecord, stored: SessionRecord | None) -> SessionRecord:
 
 
 def _noted(session: SessionRecord, healing: Healing) -> Healing:
+    metrics.NUM_WENT_BACK.labels(healing.name.lower()).inc()
     get_logger().warning("store_went_back", session_id=session.session_id, session=healing.name.lower())
     return healing

@@ -3,9 +3,12 @@
 acceptance rate     rate(specdec_spec_decode_num_accepted_tokens_total) / rate(..._num_draft_tokens_total)
 way to the target   rate(specdec_round_phase_seconds_sum{phase="score"}) - the same of "score_queue" and "score_forward"
 tokens per round    1 + rate(..._num_accepted_tokens_total) / rate(..._num_drafts_total)
+
+docs/operate.md has all of them.
 """
 
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -25,11 +28,37 @@ NUM_ACCEPTED_PER_POS = Counter(
 NUM_ROUNDS = Counter("specdec_num_rounds", "Rounds committed, drafted or plain")
 NUM_TOKENS = Counter("specdec_generation_tokens", "Tokens committed")
 NUM_REQUESTS = Counter("specdec_requests", "Requests ended, by status code", ["method", "code"])
+NUM_DRAFTER_ROUNDS = Counter("specdec_drafter_rounds", "Rounds committed, by drafter (none: plain)", ["drafter"])
+NUM_DRAFTER_DRAFT_TOKENS = Counter("specdec_drafter_draft_tokens", "Tokens drafted, by drafter", ["drafter"])
+NUM_DRAFTER_ACCEPTED_TOKENS = Counter("specdec_drafter_accepted_tokens", "Draft tokens accepted", ["drafter"])
+NUM_DRAFTER_TOKENS = Counter("specdec_drafter_tokens", "Tokens committed in rounds of the drafter", ["drafter"])
+NUM_REFUSALS = Counter("specdec_refusals", "Requests refused for want of room, by what was at its limit", ["limit"])
+PREDICTED_WAIT_S = Gauge(
+    "specdec_admission_predicted_wait_seconds", "What admission predicts: a new session's wait for its first token"
+)
 NUM_DRAFT_FAILURES = Counter("specdec_draft_failures", "Rounds that went on without their draft worker", ["reason"])
 WORKER_STATE = Gauge(
     "specdec_worker_state", "Whether a worker is asked: 2 in service, 1 on trial, 0 out", ["kind", "worker"]
 )
 NUM_TIMED_OUT = Counter("specdec_worker_timeouts", "Rounds that a worker did not answer in time", ["kind"])
+NUM_FAILED_ROUNDS = Counter("specdec_worker_failed_rounds", "Rounds that opened their worker's breaker", ["kind"])
+NUM_LOST_STREAMS = Counter(
+    "specdec_worker_lost_streams",
+    "Streams that broke: a ping was not answered, or the connection ended",
+    ["kind", "cause"],
+)
+NUM_PAUSED = Gauge("specdec_num_sessions_paused", "Sessions that wait until a client reads on")
+NUM_PAUSES = Counter("specdec_slow_reader_pauses", "Times that a session waited until a client read on")
+NUM_CONTINUED = Counter("specdec_sessions_continued", "Sessions claimed that had run before, here or elsewhere")
+NUM_TAKEN_OVER = Counter("specdec_sessions_taken_over", "Sessions that another coordinator took from this one")
+NUM_WENT_BACK = Counter(
+    "specdec_store_went_back", "Sessions of which the store had lost what was shown: healed, or lost", ["session"]
+)
+STORE_S = Histogram(
+    "specdec_store_seconds", "Calls to the store, repeated attempts included", ["call"], buckets=LATENCY_BUCKETS_S
+)
+NUM_STORE_RETRIES = Counter("specdec_store_retries", "Attempts of calls to the store that failed and were repeated")
+NUM_STORE_BREAKS = Counter("specdec_store_breaks", "Times that a connection to the store broke, or its master changed")
 NUM_RUNNING = Gauge("specdec_num_sessions_running", "Sessions being generated")
 TIME_TO_FIRST_TOKEN_S = Histogram(
     "specdec_time_to_first_token_seconds", "From request to first token", buckets=LATENCY_BUCKETS_S
@@ -51,6 +80,10 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
         NUM_DRAFT_TOKENS.inc(num_drafted)
         NUM_ACCEPTED_TOKENS.inc(num_accepted)
         PHASE_S.labels("draft").observe(draft_s)
+    NUM_DRAFTER_ROUNDS.labels(played.drafter).inc()
+    NUM_DRAFTER_DRAFT_TOKENS.labels(played.drafter).inc(num_drafted)
+    NUM_DRAFTER_ACCEPTED_TOKENS.labels(played.drafter).inc(num_accepted)
+    NUM_DRAFTER_TOKENS.labels(played.drafter).inc(len(played.emitted))
     for position in range(num_accepted):
         NUM_ACCEPTED_PER_POS.labels(str(position)).inc()
     NUM_ROUNDS.inc()
@@ -58,6 +91,27 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
     PHASE_S.labels("score").observe(score_s)
     PHASE_S.labels("commit").observe(commit_s)
     TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted))
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Count a session as paused while the context lasts."""
+    NUM_PAUSES.inc()
+    NUM_PAUSED.inc()
+    try:
+        yield
+    finally:
+        NUM_PAUSED.dec()
+
+
+@contextmanager
+def timed_store_call(name: str, now_s: Callable[[], float]) -> Iterator[None]:
+    """Observe a call to the store, however it ends."""
+    begin = now_s()
+    try:
+        yield
+    finally:
+        STORE_S.labels(name).observe(now_s() - begin)
 
 
 def forget_worker(kind: str, address: str) -> None:

@@ -103,7 +103,7 @@ class Prompts:
             return work()
         if self.bytes_in_flight + num_bytes > self._max_bytes_in_flight:
             problem = f"{self.bytes_in_flight} bytes of long prompts are being encoded already"
-            raise OverloadedError(f"{problem}; try again soon")
+            raise OverloadedError(f"{problem}; try again soon", limit="prompts")
         self.bytes_in_flight += num_bytes
         future = self._threads.submit(work)
         loop = asyncio.get_running_loop()

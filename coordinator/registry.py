@@ -77,7 +77,7 @@ class RunningGenerations:
         if len(self._entries) < maximum:
             return
         if sum(entry.takes_room for entry in self._entries.values()) >= maximum:
-            raise OverloadedError(f"{maximum} sessions run here already; try again soon")
+            raise OverloadedError(f"{maximum} sessions run here already; try again soon", limit="sessions")
 
     @asynccontextmanager
     async def attach(self, session_id: str, start: Start) -> AsyncIterator[FollowedGeneration]:

@@ -16,6 +16,7 @@ from coordinator.generation import Generation, Round
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
+from specdec.serving.tracing import spans
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
 MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
@@ -105,10 +106,12 @@ async def run_rounds(
         num_new = 0  # tokens of the last round
         while not generation.done:
             await until_wanted()
-            played = await run_round(generation, parts, comparing, num_new)
-            num_new = len(played.emitted)
-            await asyncio.shield(committing)
-            committing = asyncio.ensure_future(publish(played))
+            with spans.current().begin_round(generation.statistics.num_rounds) as tracing:
+                played = await run_round(generation, parts, comparing, num_new)
+                num_new = len(played.emitted)
+                await asyncio.shield(committing)
+                committing = asyncio.ensure_future(publish(played))
+            tracing.end_after(committing)
         await comparing.finish()
     finally:
         await comparing.stop()
@@ -139,7 +142,8 @@ class Comparing:
     async def _ask(self, plan: DraftPlan, committed: list[int]) -> None:
         assert plan.drafter is not None
         drafter = self._parts.drafters[plan.drafter]
-        drafted = await drafter.propose(committed, plan.num_draft_tokens, plan.stop_below)
+        with spans.span("compare"):
+            drafted = await drafter.propose(committed, plan.num_draft_tokens, plan.stop_below)
         if not drafted.has_failed:
             self._parts.chooser.observe_unused(plan, drafted.proposal, len(committed))
         self._asking = None
@@ -187,7 +191,8 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
     scored = await parts.scorer.score(generation.committed, proposal, plan.observes)
-    verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
+    with spans.span("accept"):
+        verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s)
 
@@ -195,6 +200,13 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
         observed = committed_observations(scored.scores, len(proposal), verdict)
         for drafter in parts.drafters.values():
             drafter.observe(observed)
+    spans.current().set(
+        drafter=plan.drafter or "none",
+        num_draft_tokens=len(proposal),
+        num_accepted_tokens=len(verdict.path),
+        num_tokens=len(finished_round.emitted),
+        num_sessions=scored.num_sessions,
+    )
     parts.chooser.settle(generation.committed)
     parts.chooser.observe(
         RoundOutcome(
@@ -209,7 +221,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             missed=missed,
         )
     )
-    return finished_round
+    return replace(finished_round, drafter=plan.drafter or finished_round.drafter)
 
 
 def committed_observations(scores: Scores, num_draft_tokens: int, verdict: Verdict) -> Observations:

@@ -19,6 +19,7 @@ from coordinator.target import SessionScorer
 from specdec.errors import DataLossError, FencedError, UnavailableError
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.outside import REAL, Outside
+from specdec.serving.tracing import spans
 from specdec.types import DetachedPolicy, FinishReason
 
 MAX_UNREAD_TOKENS = 256  # that a session is ahead of its followers; then it pauses until one of them reads on
@@ -102,12 +103,17 @@ class RunningGeneration(FollowedGeneration):
 
     async def _until_read(self) -> None:
         """Wait while all followers are far behind: what nobody reads is not generated."""
-        while self._readers and self._num_unread > MAX_UNREAD_TOKENS:
-            await self._read.wait()
+        if not self._is_far_ahead:
+            return
+        with metrics.paused():
+            while self._is_far_ahead:
+                await self._read.wait()
 
     @property
-    def _num_unread(self) -> int:
-        return self._num_published - max(reader.offset for reader in self._readers)
+    def _is_far_ahead(self) -> bool:
+        if not self._readers:
+            return False
+        return self._num_published - max(reader.offset for reader in self._readers) > MAX_UNREAD_TOKENS
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
@@ -132,7 +138,8 @@ class RunningGeneration(FollowedGeneration):
             played.statistics, commit_s=self._published.commit_s, total_s=self._base_s + begin - self._began_at
         )
         try:
-            await self._store.commit(self.session_id, self.epoch, played, statistics)
+            with spans.span("commit"):
+                await self._store.commit(self.session_id, self.epoch, played, statistics)
         except (FencedError, DataLossError) as refusal:
             raise told(await heal(self._store, self.shown)) from refusal
         end = self._published_at = self._outside.now_s()
@@ -143,6 +150,7 @@ class RunningGeneration(FollowedGeneration):
             total_s=self._base_s + end - self._began_at,
         )
         self._num_published += len(played.emitted)
+        self._published_by = spans.current()
         self._tell()
 
     def _end(self, reason: Exception) -> None:
@@ -153,4 +161,6 @@ class RunningGeneration(FollowedGeneration):
             self.generation.cut(self._num_published, FinishReason.CANCELLED)
         else:
             self._error = reason
+        if isinstance(reason, FencedError):
+            metrics.NUM_TAKEN_OVER.inc()
         self._tell()

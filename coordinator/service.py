@@ -27,6 +27,7 @@ from coordinator.upkeep import PERIOD_S, Upkeep
 from specdec.errors import FencedError, SpecdecError
 from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import NO_TENANT
+from specdec.serving.tracing import spans
 from specdec.types import DetachedPolicy, SamplingParams
 from specdec.v1 import generation_pb2
 
@@ -101,7 +102,8 @@ class Coordinator:
             self.admission.check(tenant, len(plan.prompt.tokens), num_tokens, left_s)
         ticket = self.admission.enter(tenant, num_tokens, left_s)
         try:
-            await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
+            with spans.span("create"):
+                await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
         except BaseException:
             self.admission.leave(ticket, is_complete=False)
             raise
@@ -187,6 +189,7 @@ class Coordinator:
 
     async def watch(self, period_s: float = PERIOD_S) -> None:
         """Renew the leases of sessions, and compare what was shown of them with the store, forever."""
+        metrics.PREDICTED_WAIT_S.set_function(lambda: self.admission.wait_s(0))
         await self._upkeep.run(period_s)
 
     async def _is_current(self, followed: FollowedGeneration, position: Position) -> bool:

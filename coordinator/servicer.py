@@ -16,10 +16,11 @@ from coordinator.service import Coordinator, StoredSession
 from coordinator.session_ids import SessionIds, SessionName
 from coordinator.session_record import Status
 from specdec import messages
-from specdec.errors import InvalidArgumentError, SpecdecError
+from specdec.errors import InvalidArgumentError, OverloadedError, SpecdecError
 from specdec.outside import REAL, Outside
 from specdec.serving.security.caller import current_tenant
 from specdec.serving.telemetry import get_logger
+from specdec.serving.tracing import spans
 from specdec.serving.writing import Writer
 from specdec.types import TokenOrigin
 from specdec.v1 import generation_pb2 as pb
@@ -47,16 +48,17 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     # grpc.aio also takes handlers that write instead of yielding, and those see a cancelled call at once
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a new session, or attach to the one that has this request_id."""
-        with _Request("Generate", self._outside) as record:
+        with _Request("Generate", context, self._outside) as record:
             # an id that is too long is refused by `begin`, and hashed to no end until then
             session, tenant = self._ids.of_request(current_tenant(), request.request_id), current_tenant()
-            ticket = await self._coordinator.begin(request, session, tenant, context.time_remaining())
+            with spans.span("admission"):
+                ticket = await self._coordinator.begin(request, session, tenant, context.time_remaining())
             record.session_id = session.stored
             await self._stream(session, BEGINNING, Writer(context).write, record, ticket)
 
     async def Resume(self, request: pb.ResumeRequest, context: Any) -> None:  # type: ignore[override]
         """Stream a session from the client's offset."""
-        with _Request("Resume", self._outside) as record:
+        with _Request("Resume", context, self._outside) as record:
             session = _known(request.session_id, record)
             writer = Writer(context)
 
@@ -69,20 +71,20 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
         """Return what the store holds."""
-        with _Request("GetSession", self._outside) as record:
+        with _Request("GetSession", context, self._outside) as record:
             session = _known(request.session_id, record)
             return session_to_proto(session.public, await self._coordinator.read(session.stored))
 
     async def CancelSession(self, request: pb.CancelSessionRequest, context: Any) -> pb.CancelSessionResponse:
         """End a session."""
-        with _Request("CancelSession", self._outside) as record:
+        with _Request("CancelSession", context, self._outside) as record:
             session = _known(request.session_id, record)
             status = await self._coordinator.cancel(session.stored)
             return pb.CancelSessionResponse(status=_STATUS[status])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         """Return the models."""
-        with _Request("GetModel", self._outside):
+        with _Request("GetModel", context, self._outside):
             models = self._coordinator.capabilities
             return pb.GetModelResponse(
                 target=messages.model_to_proto(models.target),
@@ -178,8 +180,9 @@ def finish_to_proto(ending: Ending) -> pb.Finish:
 class _Request:
     """Counts and logs one request, however it ends."""
 
-    def __init__(self, method: str, outside: Outside) -> None:
+    def __init__(self, method: str, context: Any, outside: Outside) -> None:
         self._method = method
+        self._span = spans.request(f"GenerationService/{method}", context)
         self._outside = outside
         self._begin = outside.now_s()
         self._num_tokens = 0
@@ -187,6 +190,7 @@ class _Request:
         self.session_id = ""
 
     def __enter__(self) -> "_Request":
+        self._span.__enter__()
         return self
 
     def wrote(self, chunk: CommittedChunk, ending: Ending | None) -> None:
@@ -200,14 +204,25 @@ class _Request:
         # clients may cancel as soon as they have the last chunk
         code = _code(None if self._ending else error)
         metrics.NUM_REQUESTS.labels(self._method, code).inc()
+        if isinstance(error, OverloadedError):
+            metrics.NUM_REFUSALS.labels(error.metadata.get("limit", "other")).inc()
         facts: dict[str, Any] = {"num_tokens": self._num_tokens} if self._num_tokens else {}
         if self._ending:
             statistics = self._ending.statistics
             facts |= {"num_rounds": statistics.num_rounds, "num_accepted": statistics.num_accepted_tokens}
+        self._trace(code, facts)
         elapsed_s = round(self._outside.now_s() - self._begin, 4)
         get_logger().info(
             "request", method=self._method, code=code, session_id=self.session_id, elapsed_s=elapsed_s, **facts
         )
+
+    def _trace(self, code: str, facts: dict[str, Any]) -> None:
+        """End the span."""
+        self._span.set(code=code, **facts)
+        self._span.set_session(self.session_id)
+        if code != grpc.StatusCode.OK.name:
+            self._span.fail(code)
+        self._span.__exit__(None, None, None)
 
 
 def _code(error: BaseException | None) -> str:

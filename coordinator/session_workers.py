@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from coordinator import metrics
 from coordinator.capabilities import WorkerCapabilities
@@ -12,6 +13,7 @@ from coordinator.draft import DraftLimits, DraftWorkers, OfferedDrafter, Session
 from coordinator.joint_drafter import joint_drafters
 from coordinator.joint_names import AND, joint_names
 from coordinator.observing import joined
+from coordinator.pool.pool import WorkerPool
 from coordinator.running import WorkerHandles
 from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers
@@ -31,6 +33,12 @@ class Workers:
     target: TargetWorkers
     draft: DraftWorkers | None
     capabilities: WorkerCapabilities
+
+    @property
+    def pools(self) -> dict[str, WorkerPool[Any]]:
+        """The pools by kind."""
+        pools: dict[str, WorkerPool[Any]] = {"target": self.target.pool}
+        return pools | {"draft": self.draft.pool} if self.draft else pools
 
 
 class SessionWorkers:

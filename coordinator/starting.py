@@ -2,7 +2,7 @@
 
 import asyncio
 
-from coordinator import requests
+from coordinator import metrics, requests
 from coordinator.followed import FollowedGeneration
 from coordinator.generation import Generation
 from coordinator.healing import BEGINNING, Position, heal, not_lost, take_back
@@ -18,6 +18,7 @@ from coordinator.tailing import TailedGeneration
 from coordinator.text import StreamDetokenizer
 from specdec.errors import NotFoundError
 from specdec.outside import Outside
+from specdec.serving.tracing import spans
 from specdec.types import DetachedPolicy, ModelInfo, SamplingParams
 
 SETTLED_S = 3.0  # after a call to the store has failed, until every coordinator has compared what it has shown
@@ -51,7 +52,8 @@ class SessionStarts:
         ModelMismatchError, DataLossError if the session is lost.
         """
         try:
-            session = await self._claimed(session_id, position)
+            with spans.span("claim"):
+                session = await self._claimed(session_id, position)
         except LeasedElsewhere as leased:
             return await self._tailed(leased.session)
         try:
@@ -61,6 +63,8 @@ class SessionStarts:
             raise
 
     async def _continued(self, session: SessionRecord) -> RunningGeneration:
+        if session.epoch > 1:
+            metrics.NUM_CONTINUED.inc()
         request = requests.restored(session.request)
         generation = await self.replayed(session, request.sampling)
         policy = request.when_detached or self._policy

@@ -31,6 +31,7 @@ from specdec.errors import (
 )
 from specdec.outside import REAL, Outside
 from specdec.serving import session_stream
+from specdec.serving.tracing import spans
 from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 2.0
@@ -39,6 +40,7 @@ CHECK_TIMEOUT_S = 1.0  # for a worker that is late to answer a probe
 STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
 # this session, while it may serve others
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
+PING_TIMEOUT = "ping timeout"  # grpc's words for a connection whose ping was not answered
 LOST_STREAM = "a worker ended the session's stream"
 
 
@@ -215,6 +217,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             # the last committed token is always sent: a distribution needs a token to follow
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
+            spans.current().set(worker=self._address, num_fed=self.num_fed)
             await self._stream.write(message(start, committed[start:], self._session.prefix_digest(start)))
             reply = await self._answer(timer, limit_s)
             if reply.cached_len >= start:
@@ -222,6 +225,11 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
                 return reply
             self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
             num_misses += 1
+
+    @property
+    def _address(self) -> str:
+        """The address of the open stream's worker; empty without one."""
+        return self._worker.address if self._worker else ""
 
     async def _answer(self, timer: asyncio.Timeout, limit_s: float) -> ReplyT:
         """Return the next message that is an answer; the others start the time-out again."""
@@ -264,6 +272,8 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         if isinstance(ending, InternalError):
             self.distrust(ending)
         elif isinstance(ending, UnavailableError) and self._worker:
+            cause = "ping" if PING_TIMEOUT in ending.message else "connection"
+            metrics.NUM_LOST_STREAMS.labels(self._group.kind, cause).inc()
             self._lost = self._worker
             self._worker.lost(ending)
             self._losses[self._worker.address] += 1
@@ -286,6 +296,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
     def distrust(self, failure: SpecdecError) -> None:
         """Leave a worker that failed a round; no session goes to it until it has proved itself."""
         if self._worker:
+            metrics.NUM_FAILED_ROUNDS.labels(self._group.kind).inc()
             self._worker.round_failed(failure)
             self._avoided.add(self._worker.address)
         self.abandon()

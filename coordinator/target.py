@@ -31,6 +31,7 @@ from specdec.exact.acceptance import DEFAULT_RULE
 from specdec.exact.values import ObservationRequest, Proposal, Scores
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
+from specdec.serving.tracing import spans
 from specdec.types import AcceptanceRuleName, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
@@ -200,10 +201,12 @@ class SessionScorer:
         def message(start: int, tokens: Sequence[int], prefix_digest: bytes) -> target_pb2.ScoreRequest:
             score = codec.score_to_proto(start, tokens, proposal, observes)
             score.prefix_digest = prefix_digest
+            score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 
         begin = self._outside.now_s()
-        reply = await self._stream.ask(committed, message)
+        with spans.span("score"):
+            reply = await self._stream.ask(committed, message)
         try:
             scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
             if bool(scores.logprobs) != self._wants_logprobs:

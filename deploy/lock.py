@@ -34,7 +34,7 @@ def sets() -> dict[str, list[str]]:
     models = [each for each in extras["models"] if not each.startswith(("specdec", TORCH))]
     return {
         "build": settings["build-system"]["requires"],
-        "services": [*project["dependencies"], *extras["server"], *extras["embedded"]],
+        "services": [*project["dependencies"], *extras["server"], *extras["embedded"], *extras["tracing"]],
         "models": [*models, *TORCH_NEEDS],
     }
 

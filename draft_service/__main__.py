@@ -9,9 +9,10 @@ from draft_service.drafter import DrafterKind
 from draft_service.registry import registered
 from draft_service.servicer import DraftServicer
 from draft_service.settings import DraftWorkerSettings, chosen_kinds, settings_for
+from specdec.serving.process_status import StatusServicer
 from specdec.serving.server import Server, run_process
 from specdec.serving.settings import load
-from specdec.v1 import draft_pb2_grpc
+from specdec.v1 import draft_pb2_grpc, status_pb2_grpc
 
 SERVICE = "specdec.v1.DraftService"
 
@@ -32,6 +33,7 @@ async def built(settings: DraftWorkerSettings, server: Server, kinds: Mapping[st
     async with AsyncExitStack() as stack:
         drafters = {kind.name: await kind.build(settings, server, stack) for kind in chosen_kinds(settings, kinds)}
         draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(drafters), server.grpc)
+        status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer("draft"), server.grpc)
         yield
 
 

@@ -43,7 +43,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, requests: AsyncIterator[draft_pb2.ProposeRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
-        await serve_session(SessionStream(requests, "propose"), Writer(context).write, self._fence, self._begin)
+        await serve_session(
+            SessionStream(requests, "propose", "DraftService/Propose"), Writer(context).write, self._fence, self._begin
+        )
 
     def _begin(self, opening: draft_pb2.OpenDraft) -> "DraftRounds":
         drafter = self._drafter(opening.drafter)

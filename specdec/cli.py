@@ -27,7 +27,10 @@ from specdec.planning import command as planning
 from specdec.request import MAX_TIMEOUT_S, ChatMessage
 from specdec.security_flags import add_security_flags, print_new_token, security_of
 from specdec.stream import AsyncStream
+from specdec.timeline import command as timeline
+from specdec.timeline.errors import TraceError
 from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
+from specdec.watching import command as watching
 
 FAILED, INTERRUPTED = 1, 130
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"
@@ -66,6 +69,8 @@ def parser(*, with_up: bool = False) -> Parser:
     _add_session(commands)
     model = commands.add_parser("model", help="print the models of a running service")
     _finish(model, _model)
+    watching.add(commands, _finish, _host_and_port, _connected)
+    timeline.add(commands, _finish)
     planning.add(commands, _finish_offline)
     accounting.add(commands, _finish_offline, _config_folder)
     token = commands.add_parser("token", help="make a bearer token, and the hash that the service's tokens file needs")
@@ -361,6 +366,8 @@ def _run(words: Sequence[str]) -> int:
         return _failed(str(error), FAILED, error)
     except CommandError as error:
         return _failed(str(error), error.exit_code)
+    except TraceError as error:
+        return _failed(str(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:

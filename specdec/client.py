@@ -28,6 +28,7 @@ from specdec.completion import (
 from specdec.connection import Connection, Metadata, OpenChannel
 from specdec.errors import InvalidArgumentError
 from specdec.parameters import MAX_UINT32, WholeNumber
+from specdec.process_status import ProcessStatus, statuses_from_proto
 from specdec.reloading_channel import ReloadingChannel
 from specdec.request import (
     Messages,
@@ -45,7 +46,7 @@ from specdec.retry import Retry, RetryPolicy
 from specdec.stream import AsyncStream
 from specdec.tls import TlsFiles, watched
 from specdec.types import DetachedPolicy, SamplingKeywords, SamplingParams, SpeculationParams
-from specdec.v1 import generation_pb2
+from specdec.v1 import generation_pb2, status_pb2, status_pb2_grpc
 from specdec.watched import WatchedError
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -224,6 +225,15 @@ class AsyncClient:
         request = generation_pb2.GetModelRequest()
         answer = await self._connection.ask(lambda stub: stub.GetModel, request, self._deadline_s(timeout_s))
         return served_model_from_proto(answer)
+
+    async def get_status(self, *, timeout_s: float | None = None) -> tuple[ProcessStatus, ...]:
+        """Return the metrics of the process that answers, and of the workers that it uses.
+
+        Raises PermissionDeniedError where clients have tokens, and this one's tenant is no operator.
+        """
+        request, deadline_s = status_pb2.GetStatusRequest(), self._deadline_s(timeout_s)
+        stub = status_pb2_grpc.StatusServiceStub
+        return statuses_from_proto(await self._connection.ask(lambda own: own.GetStatus, request, deadline_s, stub))
 
     def _generate(
         self,

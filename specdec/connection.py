@@ -23,6 +23,7 @@ from specdec.errors import (
 from specdec.outside import REAL, Outside
 from specdec.retry import Attempts, Retry, RetryPolicy
 from specdec.tls import handshake_problem
+from specdec.trace_context import current_trace
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
@@ -34,6 +35,7 @@ ChunkCall = (
 )
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
+StubT = TypeVar("StubT")
 
 
 MAX_HANDED_BACK = 16_384  # tokens, 60 kB
@@ -75,9 +77,9 @@ class Connection:
     @property
     def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """What is sent with a call; the token is asked for each time, as it may have been replaced."""
-        if self._token is None:
-            return self._static_metadata
-        return (*self._static_metadata, ("authorization", f"Bearer {self._token()}"))
+        traced = current_trace(key for key, _ in self._static_metadata)
+        token = (("authorization", f"Bearer {self._token()}"),) if self._token else ()
+        return (*self._static_metadata, *traced, *token)
 
     async def connect(self) -> None:
         """Connect now. Raises UnavailableError at once if no server answers."""
@@ -131,14 +133,15 @@ class Connection:
 
     async def ask(
         self,
-        method: Callable[[Stub], Callable[..., Awaitable[ResponseT]]],
+        method: Callable[[StubT], Callable[..., Awaitable[ResponseT]]],
         request: RequestT,
         timeout_s: float,
+        service: Callable[[grpc.aio.Channel], StubT] = generation_pb2_grpc.GenerationServiceStub,
     ) -> ResponseT:
-        """Make a call that answers once; all of them can be repeated. Raises SpecdecError."""
+        """Make a call of a service that answers once; all of them can be repeated. Raises SpecdecError."""
         attempts = self._attempts(timeout_s)
         while True:
-            call = method(self._stub())
+            call = method(service(self._channel(QUICK_PINGS)))
             try:
                 answer = await call(request, timeout=attempts.left_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:

@@ -18,6 +18,7 @@ import grpc
 from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, AsyncClient
 from specdec.completion import Chunk, Completion, ServedModel, Session, SessionStatus
 from specdec.connection import Metadata
+from specdec.process_status import ProcessStatus
 from specdec.request import Messages
 from specdec.retry import Retry
 from specdec.stream import AsyncStream
@@ -310,3 +311,7 @@ class Client:
     def get_model(self, *, timeout_s: float | None = None) -> ServedModel:
         """Return the models that the service runs."""
         return self._thread.run(self._client.get_model(timeout_s=timeout_s))
+
+    def get_status(self, *, timeout_s: float | None = None) -> tuple[ProcessStatus, ...]:
+        """Return the metrics of the process that answers, and of its workers. Raises PermissionDeniedError."""
+        return self._thread.run(self._client.get_status(timeout_s=timeout_s))

@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 import specdec.serving.extras  # noqa: F401  # first: a package that is missing becomes one sentence
 from specdec.engine import EngineError
 from specdec.serving.model_worker import load_model, new_engine, running
+from specdec.serving.process_status import StatusServicer
 from specdec.serving.server import Server, run_process
 from specdec.serving.settings import load
-from specdec.v1 import target_pb2_grpc
+from specdec.v1 import status_pb2_grpc, target_pb2_grpc
 from target_service.metrics import METRICS
 from target_service.scorer import Scorer
 from target_service.servicer import TargetServicer
@@ -31,6 +32,7 @@ async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]
     engine = new_engine(settings, model, scorer)
     METRICS.watch(engine)
     target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine, scorer, info), server.grpc)
+    status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer("target"), server.grpc)
     async with running(engine, server, settings.stalled_s):
         yield
 

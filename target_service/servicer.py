@@ -43,7 +43,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     async def Score(self, requests: AsyncIterator[target_pb2.ScoreRequest], context: Any) -> None:  # type: ignore[override]  # writes by itself
         """Answer each round of one session, until the stream ends."""
-        await serve_session(SessionStream(requests, "score"), Writer(context).write, self._fence, self._begin)
+        await serve_session(
+            SessionStream(requests, "score", "TargetService/Score"), Writer(context).write, self._fence, self._begin
+        )
 
     def _begin(self, opening: target_pb2.OpenTarget) -> "ScoreRounds":
         self._check_model(opening.model_fingerprint)

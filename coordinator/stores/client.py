@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
 
+from coordinator import metrics
 from coordinator.stores.batches import execute_once
 from coordinator.stores.errors import TooFewReplicas, is_refusal, sentence
 from coordinator.stores.node import Command, Node
@@ -64,6 +65,7 @@ class RedisClient:
         node.on_break = self._note_break
 
     def _note_break(self) -> None:
+        metrics.NUM_STORE_BREAKS.inc()
         self._broken_at_s = self._outside.now_s()
 
     def script(self, name: str, is_reply: Callable[[Any], bool]) -> Script:
@@ -71,7 +73,8 @@ class RedisClient:
         text = self._text(name)
 
         async def run(keys: list[str], arguments: list[Any]) -> Any:
-            reply = await self._call(keys[0], text.call(keys, arguments), text)
+            with metrics.timed_store_call(name, self._outside.now_s):
+                reply = await self._call(keys[0], text.call(keys, arguments), text)
             if not is_reply(reply):
                 raise UnavailableError(f"the session store gave a malformed reply to {name}; try again")
             return reply
@@ -148,6 +151,7 @@ class RedisClient:
             left_s = patience_s - (self._outside.now_s() - began_s)
             if is_refusal(error) or left_s <= 0:
                 raise UnavailableError(sentence(error)) from error
+            metrics.NUM_STORE_RETRIES.inc()
             pause_s = RETRY.pause_s(num_failures, 0.0, self._outside.uniform()) or 0.0
             await asyncio.sleep(min(pause_s, left_s))
 

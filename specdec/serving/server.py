@@ -25,7 +25,9 @@ from specdec.serving.security.tls import server_credentials
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
 from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
+from specdec.serving.tracing.start import traced
 
+STATUS_SERVICE = "specdec.v1.StatusService"
 MAX_METADATA_BYTES = 16 << 10
 
 _SERVER_OPTIONS = (
@@ -162,7 +164,7 @@ class Server:
             raise CannotServe(problem)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         if self._settings.reflection:
-            names = (self._service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (self._service, STATUS_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self.grpc)
         self.port = self._opened(self.grpc, self._settings.port, server_credentials(self._settings))
         await self._health.set(self._service, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -270,6 +272,14 @@ async def run_service(settings: ServiceSettings, name: str, service: str, build:
     """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
     configure_logs(name, settings.log_level, settings.log_format)
     asyncio.get_running_loop().set_exception_handler(log_unhandled)
+    async with traced(name, settings.otlp_endpoint, settings.trace_rounds):
+        await _run_until_told(settings, service, build)
+    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
+    gc.freeze()
+
+
+async def _run_until_told(settings: ServiceSettings, service: str, build: Build) -> None:
+    """Run until SIGTERM or SIGINT. Raises CannotServe."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -279,8 +289,6 @@ async def run_service(settings: ServiceSettings, name: str, service: str, build:
     if running.done():
         told.cancel()
     await running
-    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
-    gc.freeze()
 
 
 async def _serve_until(told: "asyncio.Task[Any]", settings: ServiceSettings, service: str, build: Build) -> None:

@@ -22,6 +22,7 @@ from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, UnavailableError
 from specdec.exact.token_counts import TokenCounts
 from specdec.serving.telemetry import get_logger
+from specdec.serving.tracing import spans
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
 
@@ -126,9 +127,11 @@ class Claim:
 class SessionStream:
     """One stream's messages: open, rounds, close, in this order."""
 
-    def __init__(self, requests: AsyncIterator[Any], round_field: str) -> None:
+    def __init__(self, requests: AsyncIterator[Any], round_field: str, method: str = "") -> None:
+        """`round_field` has a round in its message; `method` names the rpc in traces."""
         self._requests = requests
         self._round_field = round_field
+        self.method = method
         self.closed = False  # by a message, not by a bare end
         self.num_rounds = 0  # answered
 
@@ -210,9 +213,12 @@ async def _answer_rounds(
     stream: SessionStream, write: Callable[[Message], Awaitable[None]], claim: Claim, rounds: SessionRounds
 ) -> None:
     async for message in stream.rounds():
-        async with claim.turn:
-            claim.check()
-            answer = await _answered(rounds, rounds.answer(message, is_first=stream.num_rounds == 0), write)
+        with spans.answer(stream.method, message.trace_context) as answering:
+            answering.set_session(rounds.session.session_id)
+            async with claim.turn:
+                claim.check()
+                answer = await _answered(rounds, rounds.answer(message, is_first=stream.num_rounds == 0), write)
+            answering.add_times(answer)
         await write(answer)
         stream.num_rounds += 1
         claim.check()  # a write to a coordinator that hangs may outlast its ownership

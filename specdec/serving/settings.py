@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, Settings
 
 from specdec.channel import MAX_MESSAGE_BYTES, is_loopback
 from specdec.parameters import nearest_hint
+from specdec.serving.tracing.endpoint import endpoint_problem
 
 ENV_PREFIX = "SPECDEC_"
 
@@ -46,6 +47,16 @@ class ServiceSettings(BaseSettings):
     metrics_port: Port | None = Field(None, description="port for Prometheus; unset: no metrics, 0: a free one")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event logged")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text for people")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="where traces go (OpenTelemetry, OTLP over gRPC), as http://127.0.0.1:4317; unset: what "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, else nothing is traced",
+    )
+    trace_rounds: int = Field(
+        16,
+        ge=0,
+        description="of a traced request the first 8 rounds are traced, then one in so many; 1: all, 0: no more",
+    )
     drain_s: float = Field(20.0, ge=0, le=3600, description="seconds that running calls get to end at shutdown")
     tls_certificate: Path | None = Field(
         None, description="PEM file with this service's certificate and its chain; replaced files count within a second"
@@ -79,6 +90,8 @@ class ServiceSettings(BaseSettings):
             yield "--tls-client-ca and --tls-client-names belong together; --tls-client-names '*' lets in any name"
         if self.tls_certificate and not self.tls_client_ca and self.needs_client_certificates:
             yield "--tls-client-ca is missing: this service knows its callers by their certificates alone"
+        if self.otlp_endpoint is not None and (problem := endpoint_problem(self.otlp_endpoint)):
+            yield f"--otlp-endpoint {problem}"
         if not self.tls_certificate and not self.insecure and not is_loopback(self.host):
             yield (
                 f"--host is {self.host}, where others can read and change plain text; give --tls-certificate and "
@@ -110,6 +123,15 @@ class ClientFacingSettings(ServiceSettings):
     jwt_keys: str | None = Field(None, description="the issuer's public keys (JWKS): a file, or an https URL")
     jwt_tenant_claim: str = Field("sub", description="claim of a signed token that names the tenant")
 
+    operators: str | None = Field(
+        None, description="tenants, comma separated, whose tokens may ask for the status (`specdec watch`); unset: none"
+    )
+
+    @property
+    def operator_tenants(self) -> frozenset[str]:
+        """The tenants that may ask for the status."""
+        return frozenset(name.strip() for name in (self.operators or "").split(",") if name.strip())
+
     @property
     def jwt(self) -> JwtSettings | None:
         """Whose signed tokens count, if any do."""
@@ -122,6 +144,8 @@ class ClientFacingSettings(ServiceSettings):
         yield from super().problems()
         if self.jwt is None and (self.jwt_issuer or self.jwt_audience or self.jwt_keys):
             yield "--jwt-issuer, --jwt-audience and --jwt-keys belong together; give all three"
+        if self.operators and not self.tokens_file and self.jwt is None:
+            yield "--operators names tenants, and clients without tokens have none; give --tokens-file, or leave it out"
         keys = urlsplit(self.jwt_keys or "")
         if keys.scheme == "http" and not is_loopback(keys.hostname or ""):
             yield "--jwt-keys is an http URL, whose answer others can change; give https"

@@ -21,6 +21,10 @@ class WorkerMetrics:
         prefix = f"specdec_{worker}"
         self._waiting = Gauge(f"{prefix}_num_sessions_waiting", "Sessions waiting for a forward")
         self._running = Gauge(f"{prefix}_num_sessions_running", "Sessions in the forward")
+        self._resident = Gauge(f"{prefix}_num_sessions_resident", "Sessions with a place in the KV cache")
+        self._placeless = Gauge(f"{prefix}_num_sessions_without_place", "Waiting sessions without such a place")
+        self._prompt_tokens = Gauge(f"{prefix}_num_prompt_tokens_waiting", "Prompt tokens still to be read")
+        self._prompt_s = Gauge(f"{prefix}_prompt_wait_seconds", "What reading them takes, by what reading took so far")
         self._kv_usage = Gauge(f"{prefix}_kv_cache_usage", "Fraction of the KV cache in use, 0 to 1")
         self._queue_s = Histogram(f"{prefix}_queue_seconds", "Wait for the first forward", buckets=LATENCY_BUCKETS_S)
         self._forward_s = Histogram(f"{prefix}_forward_seconds", "Forwards of a round", buckets=LATENCY_BUCKETS_S)
@@ -31,6 +35,10 @@ class WorkerMetrics:
         """Report this engine's load whenever metrics are read."""
         self._waiting.set_function(lambda: engine.load.num_waiting)
         self._running.set_function(lambda: engine.load.num_running)
+        self._resident.set_function(lambda: engine.load.num_resident)
+        self._placeless.set_function(lambda: engine.load.num_without_place)
+        self._prompt_tokens.set_function(lambda: engine.load.num_prompt_tokens)
+        self._prompt_s.set_function(lambda: engine.load.prompt_s)
         self._kv_usage.set_function(lambda: engine.load.kv_usage)
 
     def observe_batch(self, num_sessions: int) -> None:

@@ -584,7 +584,7 @@ def test_images_run_as_the_manifests_say(overlay: list[Document]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ('[server,embedded]"', '[models]"', "demo-coordinator: torch belongs in workers"),
+        ('[server,embedded,tracing]"', '[models]"', "demo-coordinator: torch belongs in workers"),
         ("USER 10001:10001", "USER root", "draft: runs as root"),
         ('"-m", "target_service"', '"-m", "target"', "target: runs ['python', '-m', 'target']"),
         ("HF_HUB_OFFLINE=1", "HF_HUB_OFFLINE=0", "may fetch models"),

@@ -32,11 +32,20 @@ RPCS = {
         "/specdec.v1.GenerationService/GetSession": "unary_unary",
         "/specdec.v1.GenerationService/CancelSession": "unary_unary",
         "/specdec.v1.GenerationService/GetModel": "unary_unary",
+        "/specdec.v1.StatusService/GetStatus": "unary_unary",
     },
     "target": HEALTH
-    | {"/specdec.v1.TargetService/GetTarget": "unary_unary", "/specdec.v1.TargetService/Score": "stream_stream"},
+    | {
+        "/specdec.v1.TargetService/GetTarget": "unary_unary",
+        "/specdec.v1.TargetService/Score": "stream_stream",
+        "/specdec.v1.StatusService/GetStatus": "unary_unary",
+    },
     "draft": HEALTH
-    | {"/specdec.v1.DraftService/GetDraft": "unary_unary", "/specdec.v1.DraftService/Propose": "stream_stream"},
+    | {
+        "/specdec.v1.DraftService/GetDraft": "unary_unary",
+        "/specdec.v1.DraftService/Propose": "stream_stream",
+        "/specdec.v1.StatusService/GetStatus": "unary_unary",
+    },
 }
 EVERY_RPC = [(service, method) for service, methods in RPCS.items() for method in methods]
 SHUT = grpc.StatusCode.UNAVAILABLE  # the handshake failed: there is no connection

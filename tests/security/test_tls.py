@@ -155,6 +155,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"jwt_issuer": "x", "jwt_audience": "x", "jwt_keys": "http://example.org/keys"},
         "--jwt-keys is an http URL.*give https",
     ),
+    "operators without tokens": ({"operators": "acme"}, "--operators names tenants.*give --tokens-file"),
+    "no endpoint of traces": ({"otlp_endpoint": "localhost:4317"}, "--otlp-endpoint is 'localhost:4317'; give http://"),
     "half a client certificate": ({"worker_tls_key": "x"}, "--worker-tls-certificate and --worker-tls-key"),
 }
 

@@ -104,6 +104,7 @@ async def secure_cluster(
         "target_tls_name": "worker.specdec.svc",
         "draft_tls_name": "worker.specdec.svc",
         "tokens_file": tokens,
+        "operators": "acme",
         "jwt_issuer": ISSUER,
         "jwt_audience": AUDIENCE,
         "jwt_keys": str(folder / "keys.json"),

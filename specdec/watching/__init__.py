@@ -1,0 +1,1 @@
+"""`specdec watch`: a page that follows a running service."""

@@ -1,0 +1,159 @@
+"""One request gives one connected trace over client, coordinator and both workers, each a process of its own."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec.serving.local import Options, running
+from specdec.timeline.receiver import SpanReceiver, receiving
+from specdec.timeline.recorded import Recorded, SpanTree
+from tests.support.architectures import VOCAB_SIZE, build
+from tests.support.cluster import save_tokenizer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_TOKENS = 48
+CANARY = "t7"
+PROMPT = f"t5 {CANARY} t11"
+WAIT_S = 60.0  # for spans, on a busy machine
+SERVICES = {"specdec-coordinator", "specdec-target", "specdec-draft"}
+ATTRIBUTES = {
+    *("code", "session", "num_rounds", "num_accepted", "num_tokens", "round", "drafter", "num_draft_tokens"),
+    *("num_accepted_tokens", "num_sessions", "worker", "num_fed"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Services that send their spans to a receiver of ours."""
+
+    address: str
+    receiver: SpanReceiver
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def traced(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
+    model = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
+    options = Options(target=str(model), draft=str(model), port=0, store="memory", dtype="float32", drain_s=0)
+    with pytest.MonkeyPatch.context() as patch:
+        async with receiving("127.0.0.1:0") as receiver:
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+            async with running(options, lambda *_: None) as stack:
+                yield Traced(stack.address, receiver)
+
+
+async def ask(traced: Traced, state: str = "") -> tuple[Completion, SpanTree]:
+    """Generate in a span of the caller; return the text and the trace, once the coordinator's request has come."""
+    sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_TOKENS, ignore_eos=True, stop=("canary",))
+    speculation = SpeculationParams(num_draft_tokens=2, drafter="model")
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("caller")
+    async with AsyncClient(traced.address, metadata={"tracestate": state} if state else {}) as client:
+        with tracer.start_as_current_span("caller") as caller:
+            completion = await client.complete(PROMPT, sampling=sampling, speculation=speculation)
+    trace_id = f"{caller.get_span_context().trace_id:032x}"
+    return completion, await whole(traced.receiver, trace_id, f"{caller.get_span_context().span_id:016x}")
+
+
+async def whole(receiver: SpanReceiver, trace_id: str, caller: str) -> SpanTree:
+    """Wait until a trace has the coordinator's request, and every span's parent."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            tree = receiver.tree(trace_id)
+            known = {caller, *tree.by_id}
+            asked = sum(span.name in ("score", "propose") for span in tree.spans)
+            is_whole = tree.named("GenerationService/Generate") and all(span.parent_id in known for span in tree.spans)
+            if is_whole and len(list(tree.hops)) >= asked:
+                return tree
+            await asyncio.sleep(0.05)
+
+
+async def test_one_request_is_one_trace_over_all_processes(traced: Traced) -> None:
+    completion, tree = await ask(traced)
+    (request,) = tree.named("GenerationService/Generate")
+    assert {span.service for span in tree.spans} == SERVICES
+    assert len({span.process for span in tree.spans}) == 3
+    assert [child.name for child in tree.children(request)][:2] == ["admission", "claim"]
+    assert [child.name for child in tree.children(tree.named("admission")[0])] == ["create"]
+    assert completion.finish
+    assert request.attributes["specdec.num_rounds"] == completion.finish.statistics.num_rounds
+    assert request.attributes["specdec.code"] == "OK"
+
+
+async def test_a_round_has_its_phases_and_the_workers_their_parts(traced: Traced) -> None:
+    _, tree = await ask(traced)
+    for each in tree.named("round"):
+        names = Counter(child.name for child in tree.children(each))
+        assert names["propose"] == names["score"] == names["accept"] == names["commit"] == 1
+        assert names["emit"] <= 1  # a client that is late gets several rounds at once
+        (scoring,) = tree.children(each, "score")
+        (answer,) = tree.children(scoring)
+        assert (answer.name, answer.service) == ("TargetService/Score", "specdec-target")
+        assert [part.name for part in tree.children(answer)] == ["queue", "forward", "sampling"]
+        (drafting,) = tree.children(each, "propose")
+        (answer,) = tree.children(drafting)
+        assert (answer.name, answer.service) == ("DraftService/Propose", "specdec-draft")
+        assert scoring.attributes["specdec.worker"] != drafting.attributes["specdec.worker"]
+    assert tree.named("emit")
+
+
+async def test_the_first_rounds_are_traced_and_then_one_in_sixteen(traced: Traced) -> None:
+    completion, tree = await ask(traced)
+    assert completion.finish
+    num_rounds = completion.finish.statistics.num_rounds
+    expected = [number for number in range(num_rounds) if number < 8 or number % 16 == 0]
+    assert num_rounds > 8
+    assert [each.attributes["specdec.round"] for each in tree.named("round")] == expected
+
+
+async def test_a_caller_may_want_all_rounds(traced: Traced) -> None:
+    completion, tree = await ask(traced, state="specdec=all")
+    assert completion.finish
+    assert len(tree.named("round")) == completion.finish.statistics.num_rounds
+
+
+async def test_rounds_add_up_to_the_text(traced: Traced) -> None:
+    completion, tree = await ask(traced, state="specdec=all")
+    rounds = tree.named("round")
+    assert completion.finish
+    sums = completion.finish.statistics
+    assert sum_of(rounds, "num_tokens") == len(completion.tokens) == NUM_TOKENS
+    assert sum_of(rounds, "num_accepted_tokens") >= sums.num_accepted_tokens
+    assert {each.attributes["specdec.drafter"] for each in rounds} == {"model"}
+
+
+def sum_of(rounds: list[Recorded], name: str) -> int:
+    values = [each.attributes[f"specdec.{name}"] for each in rounds]
+    return sum(value for value in values if isinstance(value, int))
+
+
+async def test_spans_hold_nothing_of_the_text(traced: Traced) -> None:
+    completion, tree = await ask(traced, state="specdec=all")
+    said = {name: value for span in tree.spans for name, value in span.attributes.items()}
+    assert {name.removeprefix("specdec.") for name in said} <= ATTRIBUTES
+    values = {str(value) for span in tree.spans for value in span.attributes.values()}
+    assert not [value for value in values if CANARY in value.split() or "canary" in value]
+    assert not [value for value in values if completion.session_id in value]
+    sessions = {span.attributes.get("specdec.session") for span in tree.spans} - {None}
+    assert len(sessions) == 1, "the processes do not name the session alike"
+
+
+async def test_a_request_without_a_trace_begins_one(traced: Traced) -> None:
+    known = {span.trace_id for span in traced.receiver.spans}
+    assert trace.get_current_span() is trace.INVALID_SPAN
+    async with AsyncClient(traced.address) as client:
+        await client.complete(PROMPT, max_new_tokens=2)
+    request = None
+    async with asyncio.timeout(WAIT_S):
+        while request is None:
+            await asyncio.sleep(0.05)
+            new = [span for span in traced.receiver.spans if span.trace_id not in known]
+            request = next((span for span in new if span.name == "GenerationService/Generate"), None)
+    assert request.parent_id == ""
