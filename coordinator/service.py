@@ -99,14 +99,19 @@ class Coordinator:
         return ticket
 
     async def follow(
-        self, session_id: str, offset: int, digest: bytes, handed: tuple[OutputToken, ...] | None = None
+        self,
+        session_id: str,
+        offset: int,
+        digest: bytes,
+        handed: tuple[OutputToken, ...] | None = None,
+        incarnation: str = "",
     ) -> AsyncGenerator[tuple[CommittedChunk, Ending | None]]:
         """Yield the completion from token `offset` on, running the session here; the last chunk comes with the ending.
 
-        `digest` and `handed` are as in `Position`. Raises NotFoundError, OverloadedError, DataLossError if the store
-        lacks what the client has, and the error of the rounds.
+        `digest`, `handed` and `incarnation` are as in `Position`. Raises NotFoundError, OverloadedError, DataLossError
+        if the store lacks what the client has, and the error of the rounds.
         """
-        position = Position(offset, digest, handed)
+        position = Position(offset, digest, handed, incarnation)
         while True:
             async with self._attached(session_id, position) as running:
                 if running.holds(offset, digest) or await self._owns(running, position):
@@ -237,6 +242,7 @@ class Coordinator:
             finish=session.finish,
             statistics=session.statistics,
             prompt_digest=session.prompt_digest,
+            incarnation=session.incarnation,
         )
 
     def _model(self, session: SessionRecord) -> ModelInfo:
