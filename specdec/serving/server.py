@@ -21,6 +21,7 @@ from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.serving.background import leave
 from specdec.serving.security.gate import Gate, gate_of
+from specdec.serving.security.running_calls import RunningCalls
 from specdec.serving.security.tls import server_credentials
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
@@ -57,6 +58,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, gate: Gate) -> None:
         self.ready = False
+        self.calls = RunningCalls()
         self._gate = gate
 
     async def intercept_service(
@@ -69,16 +71,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if is_standard and self._gate.is_open:
             return await continuation(handler_call_details)
         if not self.ready and not is_standard:
-            return _wrapped(grpc.unary_unary_rpc_method_handler(_refuse), self._gate)
+            return _wrapped(grpc.unary_unary_rpc_method_handler(_refuse), self._gate, self.calls)
         handler = await continuation(handler_call_details)
-        return handler and _wrapped(handler, self._gate)
+        return handler and _wrapped(handler, self._gate, self.calls)
 
 
 async def _refuse(request: bytes, context: Any) -> None:
     raise UnavailableError("the server is loading or shutting down; try again soon")
 
 
-def _wrapped(handler: Any, gate: Gate) -> Any:
+def _wrapped(handler: Any, gate: Gate, calls: RunningCalls) -> Any:
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -89,8 +91,8 @@ def _wrapped(handler: Any, gate: Gate) -> Any:
 
     async def call(request: Any, context: Any) -> Any:
         try:
-            await gate.admit(context)
-            return await _answered(behavior(_parsed(request, parse), context), context)
+            async with calls.during(await gate.admit(context)):
+                return await _answered(behavior(_parsed(request, parse), context), context)
         except SpecdecError as error:
             failure = error
         except Exception as error:
@@ -181,6 +183,11 @@ class Server:
             problem = "the port is in use or not allowed; choose another"
             raise CannotServe(f"cannot listen on {address}: {problem}") from None
 
+    @property
+    def calls(self) -> RunningCalls:
+        """The calls that were let in by a token, and run."""
+        return self._statuses.calls
+
     async def set_ready(self, ready: bool) -> None:
         """Let calls in, or keep new ones out."""
         ready = ready and not self.failure.done()
@@ -244,7 +251,7 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
     facts = {"health_port": server.health_port} if server.health_port else {}
     get_logger().info("listening", port=server.port, metrics_port=serve_metrics(settings), **facts)
     try:
-        async with build(server):
+        async with supervised(server, "running calls", server.calls.watch()), build(server):
             await server.set_ready(True)
             get_logger().info("ready", port=server.port)
             yield server

@@ -1,0 +1,116 @@
+"""The services under test: processes of their own, so that a crash is one, and what they take can be read."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specdec import AsyncClient, SamplingParams
+from specdec.serving.child import Child, LogLine, format_event
+from specdec.v1 import draft_pb2, target_pb2
+from tests.fuzz.liars import Liar, lying
+from tests.support.architectures import VOCAB_SIZE, build
+from tests.support.cluster import save_tokenizer
+from tests.support.redis_server import running_redis
+
+HONEST_SEED = 4_242_424_242  # workers do not lie to sessions with this seed
+MAX_NEW_TOKENS = 24
+START_S = 120.0
+TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+# what a coordinator logs of a worker that lies, which is no fault of its own
+EXPECTED_ERRORS = ("malformed_description",)
+
+
+@dataclass(slots=True)
+class Services:
+    """The three services, and the liars in front of the workers."""
+
+    address: str
+    target_address: str
+    draft_address: str
+    target_liar: Liar
+    draft_liar: Liar
+    children: Sequence[Child]
+    errors: list[str] = field(default_factory=list)  # that services logged
+
+    def crashed(self) -> list[str]:
+        """Return a sentence for each service that ended."""
+        return [child.describe_end() for child in self.children if child.ended.done()]
+
+    def rss_bytes(self) -> dict[str, int]:
+        """Return the resident memory of each service."""
+        return {child.name: _status_kb(child.pid, "VmRSS") << 10 for child in self.children}
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the processor time that each service has taken."""
+        return {child.name: _cpu_s(child.pid) for child in self.children}
+
+
+@asynccontextmanager
+async def running_services(folder: Path, seed: int) -> AsyncIterator[Services]:
+    """Run a redis-server, a target, a draft worker with every model-free drafter, and a coordinator."""
+    model = save_tokenizer(build("llama", folder / "model"), VOCAB_SIZE)
+    errors: list[str] = []
+
+    def on_line(name: str, entry: LogLine) -> None:
+        if entry.get("level") in ("error", "critical") and entry["event"] not in EXPECTED_ERRORS:
+            errors.append(f"{name} logged {format_event(entry)} {' '.join(entry.get('frames', ()))}")
+        elif "Traceback" in entry.get("text", ""):
+            errors.append(f"{name} printed a traceback")
+
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(running_redis())
+        children: list[Child] = []
+
+        async def start(name: str, module: str, **flags: object) -> str:
+            words = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
+            child = await Child.start(name, module, [*words, "--port=0"], _environment(), on_line)
+            stack.push_async_callback(child.stop, 5.0)
+            children.append(child)
+            async with asyncio.timeout(START_S):
+                return f"127.0.0.1:{await child.port}"
+
+        worker = {"model": model, "dtype": "float32", "kv_cache_bytes": 8 << 20}
+        target = await start("target", "target_service", **worker)
+        draft = await start("draft", "draft_service", **worker, drafters="model,ngram,suffix,recycle")
+        target_liar, through_target = await stack.enter_async_context(lying(target, seed, _is_honest_target))
+        draft_liar, through_draft = await stack.enter_async_context(lying(draft, seed, _is_honest_draft))
+        address = await start(
+            "coordinator", "tests.fuzz.coordinator_process", tokenizer=model, store=redis.url, target=through_target,
+            draft=through_draft, max_new_tokens=MAX_NEW_TOKENS, session_ttl_s=30, target_patience_s=10,
+        )  # fmt: skip
+        services = Services(address, target, draft, target_liar, draft_liar, children, errors)
+        await _until_ready(services)
+        yield services
+
+
+async def _until_ready(services: Services) -> None:
+    async with AsyncClient(services.address, timeout_s=START_S, connect_timeout_s=START_S) as client:
+        await client.complete(prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1))
+    services.errors.clear()
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def _is_honest_target(opening: bytes) -> bool:
+    request = target_pb2.ScoreRequest.FromString(opening)
+    return request.open.session.sampling.seed == HONEST_SEED
+
+
+def _is_honest_draft(opening: bytes) -> bool:
+    request = draft_pb2.ProposeRequest.FromString(opening)
+    return request.open.session.sampling.seed == HONEST_SEED
+
+
+def _status_kb(pid: int, name: str) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_A_SECOND
