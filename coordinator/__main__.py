@@ -11,6 +11,7 @@ from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers, draft_watch
 from coordinator.pool.resolving import host_of, resolver
 from coordinator.prompts import Prompts
+from coordinator.quotas import watched_quotas
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.service import Coordinator
@@ -54,7 +55,7 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         prompts = Prompts(tokenizer, load_chat_template(folder))
         stack.callback(prompts.close)
         limits = RequestLimits(settings.max_new_tokens, settings.max_draft_tokens)
-        service = Coordinator(workers, prompts, store, running, limits)
+        service = Coordinator(workers, prompts, store, running, limits, quotas=watched_quotas(settings.quotas_file))
         servicer = GenerationServicer(service, SessionIds(await store.secret()))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         await workers.capabilities.ready()

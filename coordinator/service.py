@@ -1,7 +1,7 @@
 """What the coordinator does, in one place: create a session, follow it, read it, cancel it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from coordinator.admission import Admission, Ticket
 from coordinator.generation import CommittedChunk, Generation, OutputToken
 from coordinator.healing import BEGINNING, Healing, Position, heal, take_back, told
 from coordinator.prompts import Prompts
+from coordinator.quotas import Quotas
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.running import Ending, RunningGeneration, WorkerHandles
@@ -54,8 +55,9 @@ class Coordinator:
         running: RunningGenerations,
         limits: RequestLimits,
         outside: Outside = REAL,
+        quotas: Callable[[], Quotas] = Quotas,
     ) -> None:
-        self.admission = Admission(lambda: workers.target.loads.load, outside)
+        self.admission = Admission(lambda: workers.target.loads.load, outside, quotas)
         self.limits = limits
         self.capabilities = workers.capabilities
         self._has_draft_workers = workers.draft is not None
@@ -79,7 +81,9 @@ class Coordinator:
         Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
         """
         is_known = session.stored in self._running
-        if not is_known:
+        if is_known:
+            self.admission.check_quota(tenant, is_new=False)
+        else:
             self._running.check_room_for_new()
             self.admission.check(tenant, 0, 0, left_s)  # before the prompt is encoded
         target = self.capabilities.target
@@ -90,13 +94,18 @@ class Coordinator:
         if not is_known:
             self._running.check_room_for_new()
             self.admission.check(tenant, len(plan.prompt.tokens), num_tokens, left_s)
-        ticket = self.admission.enter(tenant, num_tokens, left_s)
+        ticket = self.admission.enter(tenant, num_tokens, left_s, 0 if is_known else len(plan.prompt.tokens))
         try:
             await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
         except BaseException:
             self.admission.leave(ticket, is_complete=False)
             raise
         return ticket
+
+    def resume(self, tenant: str, left_s: float | None) -> Ticket:
+        """Count a session that is resumed; otherwise as `begin`. Raises OverloadedError."""
+        self.admission.check_quota(tenant, is_new=False)
+        return self.admission.enter(tenant, 0, left_s)
 
     async def follow(
         self,

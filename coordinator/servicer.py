@@ -64,7 +64,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await writer.write(pb.ResumeResponse(chunk=chunk))
 
             position = self._position(session, request)
-            ticket = self._coordinator.admission.enter(current_tenant(), 0, context.time_remaining())
+            ticket = self._coordinator.resume(current_tenant(), context.time_remaining())
             await self._stream(session, position, resume, record, ticket)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:

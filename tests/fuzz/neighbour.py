@@ -22,8 +22,8 @@ class Neighbour:
     """What became of its sessions.
 
     How long it waits for a chunk is counted in processor time of the service that took most of it meanwhile: what
-    blocks a service takes that, however busy the machine is with others. A service that waits for ever takes none; it is
-    found by the clock.
+    blocks a service takes that, however busy the machine is with others. A service that waits for ever takes none; it
+    is found by the clock.
     """
 
     services: Services

@@ -163,7 +163,7 @@ def _scores(rng: random.Random) -> list[target_pb2.Score]:
                 parents=parents,
                 prefix_digest=chain(b"", text),
                 supports=codec.distributions_to_proto(supports, with_probs=False),
-            )  # fmt: skip
+            )
         )
         text, start = text + tokens, start + len(tokens)
     return scores

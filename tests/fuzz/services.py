@@ -48,40 +48,45 @@ class Services:
         return {child.name: _cpu_s(child.pid) for child in self.children}
 
 
+class Starting:
+    """Starts services as processes, which end with the context; collects the errors that they log."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.children: list[Child] = []
+        self.errors: list[str] = []
+
+    async def start(self, name: str, module: str, **flags: object) -> str:
+        """Start a service; return its address."""
+        words = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
+        child = await Child.start(name, module, [*words, "--port=0"], _environment(), self._on_line)
+        self._stack.push_async_callback(child.stop, 5.0)
+        self.children.append(child)
+        async with asyncio.timeout(START_S):
+            return f"127.0.0.1:{await child.port}"
+
+    def _on_line(self, name: str, entry: LogLine) -> None:
+        if entry.get("level") in ("error", "critical") and entry["event"] not in EXPECTED_ERRORS:
+            self.errors.append(f"{name} logged {format_event(entry)} {' '.join(entry.get('frames', ()))}")
+        elif "Traceback" in entry.get("text", ""):
+            self.errors.append(f"{name} printed a traceback")
+
+
 @asynccontextmanager
 async def running_services(folder: Path, seed: int) -> AsyncIterator[Services]:
     """Run a redis-server, a target, a draft worker with every model-free drafter, and a coordinator."""
     model = save_tokenizer(build("llama", folder / "model"), VOCAB_SIZE)
-    errors: list[str] = []
-
-    def on_line(name: str, entry: LogLine) -> None:
-        if entry.get("level") in ("error", "critical") and entry["event"] not in EXPECTED_ERRORS:
-            errors.append(f"{name} logged {format_event(entry)} {' '.join(entry.get('frames', ()))}")
-        elif "Traceback" in entry.get("text", ""):
-            errors.append(f"{name} printed a traceback")
-
+    worker = {"model": model, "dtype": "float32", "kv_cache_bytes": 8 << 20}
     async with AsyncExitStack() as stack:
-        redis = stack.enter_context(running_redis())
-        children: list[Child] = []
-
-        async def start(name: str, module: str, **flags: object) -> str:
-            words = [f"--{flag.replace('_', '-')}={value}" for flag, value in flags.items()]
-            child = await Child.start(name, module, [*words, "--port=0"], _environment(), on_line)
-            stack.push_async_callback(child.stop, 5.0)
-            children.append(child)
-            async with asyncio.timeout(START_S):
-                return f"127.0.0.1:{await child.port}"
-
-        worker = {"model": model, "dtype": "float32", "kv_cache_bytes": 8 << 20}
-        target = await start("target", "target_service", **worker)
-        draft = await start("draft", "draft_service", **worker, drafters="model,ngram,suffix,recycle")
+        starting, redis = Starting(stack), stack.enter_context(running_redis())
+        target = await starting.start("target", "target_service", **worker)
+        draft = await starting.start("draft", "draft_service", **worker, drafters="model,ngram,suffix,recycle")
         target_liar, through_target = await stack.enter_async_context(lying(target, seed, _is_honest_target))
         draft_liar, through_draft = await stack.enter_async_context(lying(draft, seed, _is_honest_draft))
-        address = await start(
-            "coordinator", "tests.fuzz.coordinator_process", tokenizer=model, store=redis.url, target=through_target,
-            draft=through_draft, max_new_tokens=MAX_NEW_TOKENS, session_ttl_s=30, target_patience_s=10,
-        )  # fmt: skip
-        services = Services(address, target, draft, target_liar, draft_liar, children, errors)
+        own = {"tokenizer": model, "store": redis.url, "target": through_target, "draft": through_draft}
+        limits = {"max_new_tokens": MAX_NEW_TOKENS, "session_ttl_s": 30, "target_patience_s": 10}
+        address = await starting.start("coordinator", "tests.fuzz.coordinator_process", **own, **limits)
+        services = Services(address, target, draft, target_liar, draft_liar, starting.children, starting.errors)
         await _until_ready(services)
         yield services
 

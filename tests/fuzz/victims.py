@@ -41,7 +41,7 @@ async def expected_texts(services: Services) -> list[tuple[int, ...]]:
 async def use(
     services: Services, liar: Liar, num_lies: int, seed: int, texts: Sequence[tuple[int, ...]] | None
 ) -> Sessions:
-    """Complete sessions until so many lies were told. `texts`: what they must be; None: the target's may be anything."""
+    """Complete sessions until so many lies were told. `texts`: what they must be; None: as a target says."""
     sessions, told = Sessions(), liar.num_lies + num_lies
     async with asyncio.TaskGroup() as group:
         for number in range(NUM_CLIENTS):

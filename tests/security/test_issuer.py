@@ -49,7 +49,7 @@ async def test_rotation_under_load_refuses_nobody(issuer: FakeIssuer) -> None:
         calls = [asyncio.create_task(call(client)) for _ in range(num_clients)]
         for _ in range(num_rotations):
             goal = num_done + 2 * num_clients
-            while num_done < goal and not any(task.done() for task in calls):
+            while num_done < goal and not any(task.done() for task in calls):  # noqa: ASYNC110  # other tasks count
                 await asyncio.sleep(0.001)
             issuer.rotate()
         for task in calls:
@@ -99,11 +99,10 @@ def forgeries(issuer: FakeIssuer) -> dict[str, tuple[str, str]]:
 
 async def test_forged_tokens_are_refused(issuer: FakeIssuer) -> None:
     async with trusting(issuer) as (_, _, address):
-        for name, (token, words) in forgeries(issuer).items():
+        for token, words in forgeries(issuer).values():
             async with AsyncClient(address, token=token, max_retries=0) as client:
                 with pytest.raises(UnauthenticatedError, match=words):
                     await client.get_model()
-                    pytest.fail(name)
 
 
 DOCUMENTS = {

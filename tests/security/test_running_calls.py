@@ -53,12 +53,11 @@ async def test_withdrawn_token_ends_its_streams_alone(tmp_path: Path) -> None:
         expected = await undisturbed(coordinator, new)
         coordinator.toys.before = gate = Gate(6)
         async with stream(old) as ending, stream(other) as staying:
-            seen, (first, theirs) = [], (await anext(ending), await anext(staying))
-            seen += first.tokens
+            first, theirs = await anext(ending), await anext(staying)
+            seen = list(first.tokens)
             write_tokens(file, {"acme": ["new"], "example": ["other"]})
             with pytest.raises(UnauthenticatedError, match="withdrawn"):
-                async for chunk in ending:
-                    seen += chunk.tokens
+                await read_into(seen, ending)
             assert len(server.calls) == 1
             coordinator.toys.before = Gate()
             gate.opened.set()
@@ -89,6 +88,11 @@ async def test_client_with_a_new_token_notices_nothing(tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
             gate.opened.set()
             assert (*tokens, *await following) == expected
+
+
+async def read_into(seen: list[int], chunks: Any) -> None:
+    async for chunk in chunks:
+        seen += chunk.tokens
 
 
 async def rest_of(chunks: Any) -> list[int]:

@@ -46,7 +46,7 @@ class FakeIssuer:
     @property
     def public_key(self) -> str:
         """The key of the moment, as everybody may read it."""
-        return json.dumps(self._published[0])
+        return str(self._published[0]["x"])
 
     def sign(self, algorithm: str = "ES256", key: Any = None, **claims: Any) -> str:
         """Return a token for the tenant acme; claims that are None are left out."""

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from coordinator.quotas import watched_quotas
 from coordinator.servicer import GenerationServicer
 from coordinator.session_ids import SECRET_BYTES, SessionIds
 from coordinator.sessions import open_store
@@ -17,8 +18,9 @@ SERVICE = "specdec.v1.GenerationService"
 @asynccontextmanager
 async def guarded_coordinator(**settings: object) -> AsyncIterator[tuple[ToyCoordinator, Server, str]]:
     """Serve a toy coordinator with these settings; yield it, its server and its address."""
+    own = CoordinatorSettings.model_validate({"tokenizer": "none", "port": 0, "drain_s": 0} | settings)
     store = open_store("memory", 1000.0)
-    coordinator = ToyCoordinator(store)
+    coordinator = ToyCoordinator(store, own.max_sessions, watched_quotas(own.quotas_file))
 
     @asynccontextmanager
     async def built(server: Server) -> AsyncIterator[None]:
@@ -26,7 +28,6 @@ async def guarded_coordinator(**settings: object) -> AsyncIterator[tuple[ToyCoor
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         yield
 
-    own = CoordinatorSettings.model_validate({"tokenizer": "none", "port": 0, "drain_s": 0} | settings)
     async with serving(own, SERVICE, built) as server:
         yield coordinator, server, f"127.0.0.1:{server.port}"
     await store.close()

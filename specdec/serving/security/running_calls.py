@@ -1,7 +1,8 @@
 """Calls that run: they end soon after what let them in would not let them in any more.
 
-A token is withdrawn from its file, expires, or is signed by a key that its issuer publishes no longer. The call ends with
-UNAUTHENTICATED, as a new one would. Its session pauses, as when a client leaves, and a token of the same tenant resumes it.
+A token is withdrawn from its file, expires, or is signed by a key that its issuer publishes no longer. The call ends
+with UNAUTHENTICATED, as a new one would. Its session pauses, as when a client leaves, and a token of the same tenant
+resumes it.
 """
 
 import asyncio
