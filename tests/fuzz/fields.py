@@ -24,6 +24,8 @@ _FLOATING = (FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTYPE_DOUBLE)
 
 def mutate_fields(rng: random.Random, message: Message) -> None:
     """Change one field of a message, or of a message in it."""
+    if not message.DESCRIPTOR.fields:
+        return
     field = rng.choice(message.DESCRIPTOR.fields)
     if rng.random() < 0.2:
         message.ClearField(field.name)
@@ -35,7 +37,7 @@ def mutate_fields(rng: random.Random, message: Message) -> None:
         mutate_fields(rng, getattr(message, field.name))
     else:  # of a oneof, it takes the place of the one that was set
         getattr(message, field.name).SetInParent()
-        mutate_fields(rng, getattr(message, field.name)) if field.message_type.fields else None
+        mutate_fields(rng, getattr(message, field.name))
 
 
 def scalar(rng: random.Random, field: FieldDescriptor, value: Any) -> Any:
@@ -74,7 +76,7 @@ def _mutate_list(rng: random.Random, message: Message, field: FieldDescriptor) -
 
 def _other_list(rng: random.Random, field: FieldDescriptor, values: Sequence[Any]) -> list[Any]:
     """Return a list that is longer, shorter, in another order, or has an extreme value."""
-    one = scalar(rng, field, values[0] if values else field.default_value if not field.is_repeated else _zero(field))
+    one = scalar(rng, field, values[0] if values else _zero(field))
     if isinstance(one, str | bytes) and len(one) > 1000:
         return [one]
     if rng.random() < HUGE:
@@ -105,7 +107,7 @@ def _mutate_messages(rng: random.Random, values: Any) -> None:
     elif what == 1:
         for _ in range(5000 if rng.random() < HUGE else rng.choice((1, 20))):
             values.add().CopyFrom(values[0])
-    elif values[0].DESCRIPTOR.fields:
+    else:
         mutate_fields(rng, rng.choice(values))
 
 

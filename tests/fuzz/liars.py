@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -39,18 +40,16 @@ class Liar(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio's types make
         path = handler_call_details.method
         name = path.rpartition("/")[2]
         if name in ("GetTarget", "GetDraft"):
-            return grpc.unary_unary_rpc_method_handler(lambda request, context: self._describe(path, name, request))
+            return grpc.unary_unary_rpc_method_handler(partial(self._describe, path, name))
         if name in ("Score", "Propose"):
-            return grpc.stream_stream_rpc_method_handler(
-                lambda requests, context: self._pass_on(path, name, requests, context)
-            )
+            return grpc.stream_stream_rpc_method_handler(partial(self._pass_on, path, name))
         return None
 
     async def close(self) -> None:
         """Close the channel to the worker."""
         await self._channel.close()
 
-    async def _describe(self, path: str, name: str, request: bytes) -> bytes:
+    async def _describe(self, path: str, name: str, request: bytes, context: Any) -> bytes:
         answer: bytes = await self._channel.unary_unary(path)(request)
         return self._lie(name, answer) if self.describes_wrongly and self._rng.random() < self.chance else answer
 
