@@ -4,11 +4,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 from tests.fuzz import victims
 from tests.fuzz.calls import MakeScript, call_all
 from tests.fuzz.neighbour import Neighbour, neighbouring
+from tests.fuzz.report import Report
 from tests.fuzz.scripts import coordinator_script, draft_script, target_script
 from tests.fuzz.services import Services
 
@@ -18,32 +18,6 @@ from tests.fuzz.services import Services
 MAX_GROWTH_BYTES = 64 << 20
 WARM_UP = 0.1  # of a phase's messages, before memory is first read
 LIE = 0.3  # how often an answer is a lie
-
-
-@dataclass(slots=True)
-class Report:
-    """What one phase did."""
-
-    phase: str
-    num_messages: int = 0
-    elapsed_s: float = 0.0
-    growth_bytes: dict[str, int] = field(default_factory=dict)
-    codes: Counter[str] = field(default_factory=Counter)
-    neighbour: str = ""
-    wrong: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """Return what a person reads."""
-        rate = self.num_messages / self.elapsed_s if self.elapsed_s else 0.0
-        growth = ", ".join(f"{name} {size / 2**20:+.1f} MB" for name, size in self.growth_bytes.items())
-        endings = ", ".join(f"{code} {count}" for code, count in sorted(self.codes.items()))
-        return [
-            f"{self.phase}: {self.num_messages} messages in {self.elapsed_s:.0f} s, {rate:.0f} a second; "
-            f"{len(self.wrong)} wrong",
-            f"  ended: {endings}",
-            f"  memory: {growth}; neighbour: {self.neighbour}",
-            *(f"  WRONG: {sentence}" for sentence in self.wrong[:10]),
-        ]
 
 
 Work = Callable[[int], Awaitable[tuple[Counter[str], list[str]]]]

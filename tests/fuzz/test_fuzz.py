@@ -10,6 +10,7 @@ import pytest_asyncio
 from google.protobuf.message import DecodeError, Message
 
 from specdec.v1 import draft_pb2, generation_pb2, target_pb2
+from tests.fuzz.leavers import NUM_AT_ONCE, leave_often
 from tests.fuzz.mutation import mutated
 from tests.fuzz.phases import PHASES
 from tests.fuzz.scripts import Seen, coordinator_script, draft_script, target_script
@@ -31,6 +32,11 @@ async def test_nothing_hostile_harms_the_services(services: Services, phase: str
     report = await PHASES[phase](services, NUM_MESSAGES, SEED)
     assert not report.wrong, "\n".join(report.lines())
     assert report.codes.total() > 0
+
+
+async def test_nothing_is_left_of_clients_that_leave(tmp_path: Path) -> None:
+    report = await leave_often(tmp_path, 6 * NUM_AT_ONCE, SEED)
+    assert not report.wrong, "\n".join(report.lines())
 
 
 MESSAGES: list[type[Message]] = [
