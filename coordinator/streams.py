@@ -22,8 +22,11 @@ from coordinator.pool.worker import DescriptionT, Worker
 from coordinator.round_times import RoundTimes
 from specdec.errors import (
     ContextTooShortError,
+    FencedError,
     InternalError,
+    InvalidArgumentError,
     ModelMismatchError,
+    NonFiniteLogitsError,
     OverloadedError,
     SpecdecError,
     UnavailableError,
@@ -40,6 +43,15 @@ STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
 # this session, while it may serve others
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
 LOST_STREAM = "a worker ended the session's stream"
+# what a worker may say of a session; anything else, such as DATA_LOSS, is about another service or a lie
+SAID_BY_WORKERS = (
+    *CANNOT_SERVE,
+    FencedError,
+    InternalError,
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+    UnavailableError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +269,8 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             return UnavailableError(LOST_STREAM)
         if code == grpc.StatusCode.OK:
             return UnavailableError(LOST_STREAM)
-        return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
+        error = from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
+        return error if isinstance(error, SAID_BY_WORKERS) else UnavailableError(f"{LOST_STREAM}: {code.name}, {error}")
 
     def _leave(self, ending: SpecdecError) -> None:
         """Forget a stream that ended by itself, and tell all sessions what that says about its worker."""

@@ -19,6 +19,8 @@ CALLS_PER_CHANNEL = 300
 HANGS_S = 60.0  # no call here takes a second on an idle machine
 STAY_S = 0.05
 NEVER = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
+# what grpc at this end says when the other one ended the call while this one wrote; what a server fails with it logs
+ENDED_EARLY = "Internal error from Core"
 
 MakeScript = Callable[[random.Random, Seen], Script]
 
@@ -34,8 +36,9 @@ class Endings:
     def note(self, script: Script, sent: list[bytes], code: grpc.StatusCode, details: str) -> None:
         """Count a call; keep what repeats one that failed inside the server, or hung."""
         name = script.method.rpartition("/")[2]
-        self.codes[f"{name} {code.name}"] += 1
-        if code in NEVER:
+        is_early = details == ENDED_EARLY
+        self.codes[f"{name} {'ended early' if is_early else code.name}"] += 1
+        if code in NEVER and not is_early:
             repeat = " ".join(data[:2000].hex() or "(empty)" for data in sent)
             self.wrong.append(f"{name} ended with {code.name} ({details}) after the messages {repeat}")
 

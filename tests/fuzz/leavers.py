@@ -28,7 +28,7 @@ from tests.support.redis_server import running_redis
 NUM_AT_ONCE = 8
 LATEST = 1.2  # times what a session takes: some have ended before their client leaves
 PROMPT_TOKENS, NEW_TOKENS = 90, 24
-PREFILL_CHUNK_TOKENS = 16  # a prompt takes several forwards
+PREFILL_CHUNK_TOKENS = 64  # a prompt takes several forwards
 DRAFT_TOKENS = 4
 # of the two engines together: those that run, those that were put together meanwhile, and those of a proposal
 MAX_FORWARDS = 4 + DRAFT_TOKENS

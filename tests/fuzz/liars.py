@@ -20,7 +20,13 @@ ANSWERS: dict[str, type[Message]] = {
     "Score": target_pb2.ScoreResponse,
     "Propose": draft_pb2.ProposeResponse,
 }
-ENDINGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+ENDINGS = (
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.NOT_FOUND,
+)
 END, REPEAT, DROP = 0.02, 0.05, 0.02  # how often a lie is an early end, an answer twice, or none
 
 
@@ -81,7 +87,7 @@ class Liar(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio's types make
         self.num_lies += 1
         fate = self._rng.random()
         if fate < END:
-            await context.abort(self._rng.choice(ENDINGS[:2] + ENDINGS[3:]), "a lie")
+            await context.abort(self._rng.choice(ENDINGS), "a lie")
         if fate < END + REPEAT:
             return [answer, answer]
         if fate < END + REPEAT + DROP:

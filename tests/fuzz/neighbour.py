@@ -30,6 +30,7 @@ class Neighbour:
     num_sessions: int = 0
     max_gap_s: float = 0.0
     max_cpu_gap_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     _at_s: float = 0.0
     _cpu_s: dict[str, float] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Neighbour:
         before_s, before_cpu_s = self._at_s, self._cpu_s
         self._mark()
         gap_s, cpu_gap_s = self._at_s - before_s, max(self._cpu_s[name] - before_cpu_s[name] for name in before_cpu_s)
+        self.gaps_s.append(gap_s)
         self.max_gap_s, self.max_cpu_gap_s = max(self.max_gap_s, gap_s), max(self.max_cpu_gap_s, cpu_gap_s)
         if cpu_gap_s > MAX_CPU_GAP_S or gap_s > MAX_GAP_S:
             self.wrong.append(f"a neighbour waited {gap_s:.1f} s, {cpu_gap_s:.1f} s of them for a service at work")

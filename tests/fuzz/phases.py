@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from tests.fuzz import victims
 from tests.fuzz.calls import MakeScript, call_all
+from tests.fuzz.crowds import crowd
 from tests.fuzz.neighbour import Neighbour, neighbouring
 from tests.fuzz.report import Report
 from tests.fuzz.scripts import coordinator_script, draft_script, target_script
@@ -100,6 +101,7 @@ async def lying_target(services: Services, num_messages: int, seed: int) -> Repo
 
 
 PHASES = {
+    "crowd": crowd,
     "coordinator": fuzz_coordinator,
     "target": fuzz_target,
     "draft": fuzz_draft,
