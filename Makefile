@@ -14,6 +14,10 @@ BENCH_ARGS ?=
 # how many worlds `make simulate` runs, and its options, such as --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
+# how many messages each phase of `make fuzz` sends, their seed, and its options, such as --phase
+MESSAGES ?= 20000
+SEED ?= 1
+FUZZ_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -27,7 +31,7 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test simulate smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis protos lint format types test simulate fuzz smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -88,6 +92,9 @@ demo: setup $(MODEL) ## Run three services; print one text and its speed-up; MOD
 
 simulate: setup ## Run the whole service in virtual time with faults, SEEDS=1000 worlds; one that fails is printed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) $(SIMULATE_ARGS)
+
+fuzz: setup ## Send MESSAGES=20000 hostile messages to each service, and as workers' answers; SEED=1
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --messages $(MESSAGES) --seed $(SEED) $(FUZZ_ARGS)
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness

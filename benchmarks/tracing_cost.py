@@ -33,12 +33,11 @@ class NoText:
 
 async def measured_us(kind: str) -> float:
     """Return microseconds of processor time a round; imports here, as another checkout may be measured."""
-    from coordinator.acceptance import TokenRule
-
     from coordinator.choosing.chooser import PlanChooser
     from coordinator.choosing.shared_statistics import SharedStatistics
     from coordinator.generation import Generation, Limits, Round
     from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
+    from specdec.exact.acceptance import TokenRule
     from specdec.exact.values import Observations, Proposal, Scores, SparseDistribution, TargetDistribution
     from specdec.types import SamplingParams
 

@@ -12,6 +12,7 @@ from coordinator.draft import DraftWorkers, draft_watch
 from coordinator.fleet import worker_statuses
 from coordinator.pool.resolving import host_of, resolver
 from coordinator.prompts import Prompts
+from coordinator.quotas import watched_quotas
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.service import Coordinator
@@ -56,7 +57,15 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         prompts = Prompts(tokenizer, load_chat_template(folder))
         stack.callback(prompts.close)
         limits = RequestLimits(settings.max_new_tokens, settings.max_draft_tokens)
-        service = Coordinator(workers, prompts, store, running, limits, detached=settings.detached_rule)
+        service = Coordinator(
+            workers,
+            prompts,
+            store,
+            running,
+            limits,
+            detached=settings.detached_rule,
+            quotas=watched_quotas(settings.quotas_file),
+        )
         servicer = GenerationServicer(service, SessionIds(await store.secret()))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         status = StatusServicer("coordinator", lambda: worker_statuses(workers.pools), settings.operator_tenants)

@@ -4,8 +4,10 @@ The prediction is processor sharing: with n sessions each gets a token about n t
 time of a token at the present number of sessions; one more makes it longer by (n + 1) / n, at most. What comes before
 the first token is what the target workers report: places in the KV cache, and prompts ahead.
 
+A tenant may have a quota (coordinator/quotas.py), which is looked at first.
+
 A refusal costs nothing but the request's check: nothing is written, no worker is asked. Sessions that exist already are
-never refused here.
+refused only where their tenant follows RETURNING times as many as its quota has.
 """
 
 import math
@@ -14,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.loads import TargetLoad
+from coordinator.quotas import Quotas, TokenBudgets
 from specdec.errors import OverloadedError
 from specdec.outside import REAL, Outside
 
@@ -23,6 +26,7 @@ CROWDED_MARGIN = 0.5  # of a tenant that has more than its share
 TENANT_MEMORY_S = 60.0  # a tenant that came within this time has a share, also while it has no session
 UNKNOWN_TOKENS = 256  # of a text, before any has ended
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 10.0
+RETURNING = 2  # a coordinator that is lost leaves its sessions to another one
 
 
 @dataclass(slots=True)
@@ -54,6 +58,7 @@ class Admission:
 
     load: Callable[[], TargetLoad] = TargetLoad
     outside: Outside = REAL
+    quotas: Callable[[], Quotas] = Quotas  # of the moment
     _tickets: dict[int, Ticket] = field(default_factory=dict)  # by identity
     _of_tenant: Counter[str] = field(default_factory=Counter)
     _seen_s: dict[str, float] = field(default_factory=dict)  # when each tenant last asked
@@ -61,16 +66,24 @@ class Admission:
     _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that `_token_s` was measured with
     _fraction: Smoothed = field(default_factory=Smoothed)  # of the maximum that texts reach
     _session_s: Smoothed = field(default_factory=Smoothed)
+    _budgets: TokenBudgets = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._budgets = TokenBudgets(self.outside)
 
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def enter(self, tenant: str, num_tokens: int, left_s: float | None) -> Ticket:
-        """Count a session, of at most so many tokens, whose caller waits for `left_s` seconds; see `leave`."""
+    def enter(self, tenant: str, num_tokens: int, left_s: float | None, num_prompt_tokens: int = 0) -> Ticket:
+        """Count a session, of at most so many tokens, whose caller waits for `left_s` seconds; see `leave`.
+
+        `num_prompt_tokens` are those of a prompt that is new here.
+        """
         now_s = self.outside.now_s()
         ticket = Ticket(tenant, math.inf if left_s is None else now_s + left_s, num_tokens, began_s=now_s)
         self._tickets[id(ticket)] = ticket
         self._of_tenant[tenant] += 1
+        self._budgets.charge(tenant, num_prompt_tokens, self.quotas().of(tenant).tokens_per_minute)
         return ticket
 
     def leave(self, ticket: Ticket, *, is_complete: bool) -> None:
@@ -91,9 +104,32 @@ class Admission:
             self._at_number.observe(len(self._tickets))
         ticket.num_done += num_tokens
         ticket.last_s = now_s
+        self._budgets.charge(ticket.tenant, num_tokens, self.quotas().of(ticket.tenant).tokens_per_minute)
+
+    def check_quota(self, tenant: str, *, is_new: bool = True) -> None:
+        """Raise OverloadedError for a tenant that has all that its quota allows; what returns has more room."""
+        quota, number = self.quotas().of(tenant), self._of_tenant[tenant]
+        soon_s = (self._session_s.value or 0.0) / max(1, number)  # until one of them ends
+        if quota.sessions is not None and number >= quota.sessions * (1 if is_new else RETURNING):
+            problem = f"{number} of them are this tenant's, whose quota is {quota.sessions} sessions"
+            raise self._refusal(soon_s, problem, "quota_sessions")
+        if not is_new:
+            return
+        num_waiting = sum(ticket.tenant == tenant and ticket.last_s is None for ticket in self._tickets.values())
+        if quota.waiting is not None and num_waiting >= quota.waiting:
+            problem = f"{num_waiting} of this tenant's wait for their first token; its quota is {quota.waiting} waiting"
+            raise self._refusal(soon_s, problem, "quota_waiting")
+        wait_s = self._budgets.wait_s(tenant, quota.tokens_per_minute)
+        if wait_s > 0:
+            problem = f"this tenant has used up its quota of {quota.tokens_per_minute} tokens a minute"
+            raise self._refusal(wait_s, problem, "quota_tokens")
 
     def check(self, tenant: str, num_prompt_tokens: int, num_tokens: int, left_s: float | None) -> None:
-        """Raise OverloadedError for a new session that would miss its deadline, or make others miss theirs."""
+        """Raise OverloadedError for a new session that would miss its deadline, or make others miss theirs.
+
+        Also for one that its tenant's quota does not allow.
+        """
+        self.check_quota(tenant)
         now_s = self.outside.now_s()
         self._seen_s[tenant] = now_s
         token_s = self._token_s_with_one_more()

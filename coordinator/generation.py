@@ -53,6 +53,7 @@ class CommittedChunk:
     text: str
     text_ends: tuple[int, ...]  # within `text`, in characters, one a token
     digest: bytes
+    incarnation: str = ""  # which session of its name; empty: not recorded
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class Generation:
     finish: FinishReason | None = None
     statistics: Statistics = field(default_factory=Statistics)
     prompt_digest: bytes = b""  # the hash chain over the prompt; empty: computed here
+    incarnation: str = ""  # which session of its name; empty: not recorded
     committed: list[int] = field(init=False)  # prompt and completion
     text: str = field(init=False, default="")
     _stop: StopText = field(init=False)
@@ -170,6 +172,7 @@ class Generation:
             text=self.text[first:last],
             text_ends=tuple(position - first for position in ends),
             digest=self._digests[end],
+            incarnation=self.incarnation,
         )
 
     def _append(self, entry: OutputToken) -> None:

@@ -35,6 +35,7 @@ class Position:
     offset: int = 0
     digest: bytes = b""  # empty: not compared
     handed: tuple[OutputToken, ...] | None = None  # its last tokens; None: no proof that it was shown any
+    incarnation: str = ""  # that the proof is of; empty: of a session that has none
 
     def goes_on_from(self, stored: SessionRecord) -> bool:
         """Return whether the tokens that were handed back are what the store's text lacks."""
@@ -50,7 +51,7 @@ class Position:
     def after(self, chunk: CommittedChunk) -> "Position":
         """Return where the client is once it was shown a chunk from here on."""
         handed = None if self.handed is None else (*self.handed, *chunk.emitted)
-        return Position(chunk.offset + len(chunk.emitted), chunk.digest, handed)
+        return replace(self, offset=chunk.offset + len(chunk.emitted), digest=chunk.digest, handed=handed)
 
     def _missing(self, stored: SessionRecord) -> tuple[OutputToken, ...]:
         count = self.offset - len(stored.emitted)
@@ -77,11 +78,16 @@ async def heal(store: SessionStore, shown: SessionRecord) -> Healing:
 
 
 async def take_back(store: SessionStore, session_id: str, shown: Position) -> Healing:
-    """Let the store have what a client was shown, or mark the session as lost. Raises as `SessionStore.read`."""
+    """Let the store have what a client was shown, or mark the session as lost. Raises as `SessionStore.read`.
+
+    A session that came later under the same name is left as it is: NotFoundError, as for one that nobody has.
+    """
     for _ in range(MAX_ATTEMPTS):
         stored = await store.read(session_id)
         if stored.holds(shown.offset, shown.digest):
             return Healing.CURRENT
+        if stored.incarnation != shown.incarnation:
+            raise store.expired()
         if stored.has_logprobs or not shown.goes_on_from(stored):  # clients hand back no log probabilities
             await store.lose(session_id)
             return _noted(stored, Healing.LOST)

@@ -1,18 +1,19 @@
 """What the coordinator does, in one place: create a session, follow it, read it, cancel it."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from coordinator import requests
+from coordinator import metrics, requests
 from coordinator.admission import Admission, Ticket
 from coordinator.detached import DetachedRule, DetachedSessions
 from coordinator.followed import Ending, FollowedGeneration, OwnerLeft
 from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.healing import BEGINNING, Position, not_lost, take_back
 from coordinator.prompts import Prompts
+from coordinator.quotas import Quotas
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.running import RunningGeneration
@@ -54,8 +55,9 @@ class Coordinator:
         limits: RequestLimits,
         outside: Outside = REAL,
         detached: DetachedRule = DetachedRule(),  # noqa: B008  # frozen
+        quotas: Callable[[], Quotas] = Quotas,
     ) -> None:
-        self.admission = Admission(lambda: workers.target.loads.load, outside)
+        self.admission = Admission(lambda: workers.target.loads.load, outside, quotas)
         self.limits = limits
         self.capabilities = workers.capabilities
         self._has_draft_workers = workers.draft is not None
@@ -89,7 +91,9 @@ class Coordinator:
         Raises InvalidArgumentError, AlreadyExistsError, ModelMismatchError, OverloadedError.
         """
         is_known = session.stored in self._running
-        if not is_known:
+        if is_known:
+            self.admission.check_quota(tenant, is_new=False)
+        else:
             self._running.check_room_for_new()
             self.admission.check(tenant, 0, 0, left_s)  # before the prompt is encoded
         target = self.capabilities.target
@@ -100,7 +104,7 @@ class Coordinator:
         if not is_known:
             self._running.check_room_for_new()
             self.admission.check(tenant, len(plan.prompt.tokens), num_tokens, left_s)
-        ticket = self.admission.enter(tenant, num_tokens, left_s)
+        ticket = self.admission.enter(tenant, num_tokens, left_s, 0 if is_known else len(plan.prompt.tokens))
         try:
             with spans.span("create"):
                 await self._store.create(plan.session_id, plan.fingerprint, plan.stored(), plan.prompt, target)
@@ -109,15 +113,25 @@ class Coordinator:
             raise
         return ticket
 
+    def resume(self, tenant: str, left_s: float | None) -> Ticket:
+        """Count a session that is resumed; otherwise as `begin`. Raises OverloadedError."""
+        self.admission.check_quota(tenant, is_new=False)
+        return self.admission.enter(tenant, 0, left_s)
+
     async def follow(
-        self, session_id: str, offset: int, digest: bytes, handed: tuple[OutputToken, ...] | None = None
+        self,
+        session_id: str,
+        offset: int,
+        digest: bytes,
+        handed: tuple[OutputToken, ...] | None = None,
+        incarnation: str = "",
     ) -> AsyncGenerator[tuple[CommittedChunk, Ending | None]]:
         """Yield the completion from token `offset` on, running the session here; the last chunk comes with the ending.
 
-        `digest` and `handed` are as in `Position`. Raises NotFoundError, OverloadedError, DataLossError if the store
-        lacks what the client has, and the error of the rounds.
+        `digest`, `handed` and `incarnation` are as in `Position`. Raises NotFoundError, OverloadedError, DataLossError
+        if the store lacks what the client has, and the error of the rounds.
         """
-        position = Position(offset, digest, handed)
+        position = Position(offset, digest, handed, incarnation)
         while True:
             async with self._attached(session_id, position) as followed:
                 if not (followed.holds(position.offset, position.digest) or await self._is_current(followed, position)):

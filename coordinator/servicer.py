@@ -66,7 +66,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await writer.write(pb.ResumeResponse(chunk=chunk))
 
             position = self._position(session, request)
-            ticket = self._coordinator.admission.enter(current_tenant(), 0, context.time_remaining())
+            ticket = self._coordinator.resume(current_tenant(), context.time_remaining())
             await self._stream(session, position, resume, record, ticket)
 
     async def GetSession(self, request: pb.GetSessionRequest, context: Any) -> pb.GetSessionResponse:
@@ -97,13 +97,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, session: SessionName, position: Position, send: Send, record: "_Request", ticket: Ticket
     ) -> None:
         admission, is_complete = self._coordinator.admission, False
-        following = self._coordinator.follow(session.stored, position.offset, position.digest, position.handed)
+        following = self._coordinator.follow(
+            session.stored, position.offset, position.digest, position.handed, position.incarnation
+        )
         try:
             async with aclosing(following) as chunks:
                 async for chunk, ending in chunks:
                     admission.progress(ticket, len(chunk.emitted))
                     message = chunk_to_proto(session.public, chunk, ending)
-                    message.proof = self._ids.proof(session, chunk.offset + len(chunk.emitted), chunk.digest)
+                    end = chunk.offset + len(chunk.emitted)
+                    message.proof = self._ids.proof(session, chunk.incarnation, end, chunk.digest)
                     await send(message)
                     record.wrote(chunk, ending)
                     is_complete = ending is not None
@@ -112,14 +115,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def _position(self, session: SessionName, request: pb.ResumeRequest) -> Position:
         """Return where a client is. Raises InvalidArgumentError."""
-        if not self._ids.is_proved(session, request.offset, request.digest, request.proof):
+        incarnation = self._ids.proved(session, request.offset, request.digest, request.proof)
+        if incarnation is None:
             return Position(request.offset, request.digest)
         if len(request.tokens) != len(request.origins):
             raise InvalidArgumentError({"origins": "has not one entry for each of the tokens"})
         if any(origin not in _ORIGINS for origin in request.origins):
             raise InvalidArgumentError({"origins": "has an entry that this service does not know"})
         handed = map(OutputToken, request.tokens, map(TokenOrigin, request.origins))
-        return Position(request.offset, request.digest, tuple(handed))
+        return Position(request.offset, request.digest, tuple(handed), incarnation)
 
 
 def _known(session_id: str, record: "_Request") -> SessionName:

@@ -16,6 +16,7 @@ from specdec.serving.security.caller import NO_TENANT
 
 SECRET_BYTES = 32
 PROOF_BYTES = 16
+MAX_INCARNATION_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,20 @@ class SessionIds:
         digest = hmac.digest(self._secret, tenant.encode() + b"\0" + request_id.encode(), "sha256")
         return SessionName.of(tenant, digest[:16].hex())
 
-    def proof(self, session: SessionName, offset: int, digest: bytes) -> bytes:
-        """Return what proves that a client was shown a session's text up to `offset`, which has this digest."""
-        message = b"\0".join((b"shown", session.stored.encode(), str(offset).encode(), digest))
-        return hmac.digest(self._secret, message, "sha256")[:PROOF_BYTES]
+    def proof(self, session: SessionName, incarnation: str, offset: int, digest: bytes) -> bytes:
+        """Return what proves that a client was shown a session's text up to `offset`, which has this digest.
 
-    def is_proved(self, session: SessionName, offset: int, digest: bytes, proof: bytes) -> bool:
-        """Return whether this is the proof of that text."""
-        return hmac.compare_digest(proof, self.proof(session, offset, digest))
+        `incarnation` says which session of that name; the proof ends with it.
+        """
+        named = incarnation.encode()
+        message = b"\0".join((b"shown", session.stored.encode(), named, str(offset).encode(), digest))
+        return hmac.digest(self._secret, message, "sha256")[:PROOF_BYTES] + named
+
+    def proved(self, session: SessionName, offset: int, digest: bytes, proof: bytes) -> str | None:
+        """Return the incarnation that this is a proof of, for that text; None: it proves nothing."""
+        named = proof[PROOF_BYTES:]
+        if len(named) > MAX_INCARNATION_BYTES or not named.isascii():
+            return None
+        incarnation = named.decode()
+        is_ours = hmac.compare_digest(proof, self.proof(session, incarnation, offset, digest))
+        return incarnation if is_ours else None

@@ -59,6 +59,9 @@ class CoordinatorSettings(ClientFacingSettings):
     max_sessions: int = Field(
         1024, ge=1, description="maximum number of sessions generated at once; more: RESOURCE_EXHAUSTED"
     )
+    quotas_file: Path | None = Field(
+        None, description="TOML file with what each tenant may take of this coordinator; a replaced file counts at once"
+    )
     max_new_tokens: int = Field(
         4096, ge=1, description="maximum number of tokens a request may generate; also the default"
     )
@@ -122,6 +125,8 @@ class CoordinatorSettings(ClientFacingSettings):
         yield from super().problems()
         if (self.worker_tls_certificate is None) != (self.worker_tls_key is None):
             yield "--worker-tls-certificate and --worker-tls-key belong together; give both or neither"
+        if self.quotas_file and not (self.tokens_file or self.jwt):
+            yield "--quotas-file needs --tokens-file or --jwt-issuer: without tokens all clients are one tenant"
         yield from self._store_problems()
         if self.insecure:
             return

@@ -135,6 +135,7 @@ class SessionStarts:
             finish=session.finish,
             statistics=session.statistics,
             prompt_digest=session.prompt_digest,
+            incarnation=session.incarnation,
         )
 
     def _model(self, session: SessionRecord) -> ModelInfo:

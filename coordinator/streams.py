@@ -22,8 +22,11 @@ from coordinator.pool.worker import DescriptionT, Worker
 from coordinator.round_times import RoundTimes
 from specdec.errors import (
     ContextTooShortError,
+    FencedError,
     InternalError,
+    InvalidArgumentError,
     ModelMismatchError,
+    NonFiniteLogitsError,
     OverloadedError,
     SpecdecError,
     UnavailableError,
@@ -42,6 +45,15 @@ STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
 PING_TIMEOUT = "ping timeout"  # grpc's words for a connection whose ping was not answered
 LOST_STREAM = "a worker ended the session's stream"
+# what a worker may say of a session; anything else, such as DATA_LOSS, is about another service or a lie
+SAID_BY_WORKERS = (
+    *CANNOT_SERVE,
+    FencedError,
+    InternalError,
+    InvalidArgumentError,
+    NonFiniteLogitsError,
+    UnavailableError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +277,8 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             return UnavailableError(LOST_STREAM)
         if code == grpc.StatusCode.OK:
             return UnavailableError(LOST_STREAM)
-        return from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
+        error = from_rpc_error(grpc.aio.AioRpcError(code, *trailers, details))
+        return error if isinstance(error, SAID_BY_WORKERS) else UnavailableError(f"{LOST_STREAM}: {code.name}, {error}")
 
     def _leave(self, ending: SpecdecError) -> None:
         """Forget a stream that ended by itself, and tell all sessions what that says about its worker."""

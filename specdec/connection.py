@@ -27,6 +27,7 @@ from specdec.trace_context import current_trace
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 
 Metadata = Mapping[str, str | bytes] | Sequence[tuple[str, str | bytes]]
+Pairs = tuple[tuple[str, str | bytes], ...]  # of metadata, as a call sends them
 OpenChannel = Callable[[Pings], grpc.aio.Channel]
 Stub: TypeAlias = "generation_pb2_grpc.GenerationServiceAsyncStub"  # type only: the stub adapts to the channel
 ChunkCall = (
@@ -75,7 +76,7 @@ class Connection:
         self._is_closed = False
 
     @property
-    def _metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+    def _metadata(self) -> Pairs:
         """What is sent with a call; the token is asked for each time, as it may have been replaced."""
         traced = current_trace(key for key, _ in self._static_metadata)
         token = (("authorization", f"Bearer {self._token()}"),) if self._token else ()
@@ -113,10 +114,12 @@ class Connection:
         attempts = self._attempts(timeout_s)
         while not seen.finished:
             failure = None  # a server that ends a stream early and without an error is being replaced
-            call = self._call(request, seen, attempts.left_s)
+            admitted = None  # the metadata, once it was let in
+            metadata = self._metadata
+            call = self._call(request, seen, attempts.left_s, metadata)
             try:
                 async for message in call:
-                    self._is_connected = True
+                    self._is_connected, admitted = True, metadata
                     chunk = seen.admit(chunk_from_proto(_chunk_of(message)))
                     if chunk:
                         attempts.progress()
@@ -128,7 +131,7 @@ class Connection:
                 raise
             finally:
                 call.cancel()
-            if not seen.finished:
+            if not seen.finished and not self._has_new_token(failure, admitted):
                 await self._pause(attempts, failure, seen)
 
     async def ask(
@@ -153,12 +156,19 @@ class Connection:
                 self._is_connected = True
                 return answer
 
-    def _call(self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float) -> ChunkCall:
+    def _has_new_token(self, error: grpc.aio.AioRpcError | None, admitted: Pairs | None) -> bool:
+        """Return whether a stream that was let in ended as its token did, and there is another one by now."""
+        is_token = error is not None and error.code() is grpc.StatusCode.UNAUTHENTICATED
+        return is_token and admitted is not None and self._metadata != admitted
+
+    def _call(
+        self, request: generation_pb2.GenerateRequest | None, seen: Transcript, timeout_s: float, metadata: Pairs
+    ) -> ChunkCall:
         """Repeat the request until the session is known, then resume it."""
         if request and not seen.session_id:
             stub = self._stub(PATIENT_PINGS if request.ByteSize() > MAX_QUICK_BYTES else QUICK_PINGS)
-            return stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        return self._stub().Resume(_resumption(seen), timeout=timeout_s, metadata=self._metadata)
+            return stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        return self._stub().Resume(_resumption(seen), timeout=timeout_s, metadata=metadata)
 
     async def _pause(self, attempts: Attempts, error: grpc.aio.AioRpcError | None, seen: Transcript | None) -> None:
         """Sleep until the next attempt is due. Raises what the caller should see if there is none."""

@@ -21,6 +21,7 @@ from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.serving.background import leave
 from specdec.serving.security.gate import Gate, gate_of
+from specdec.serving.security.running_calls import RunningCalls
 from specdec.serving.security.tls import server_credentials
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
@@ -59,6 +60,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, gate: Gate) -> None:
         self.ready = False
+        self.calls = RunningCalls()
         self._gate = gate
 
     async def intercept_service(
@@ -71,28 +73,31 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if is_standard and self._gate.is_open:
             return await continuation(handler_call_details)
         if not self.ready and not is_standard:
-            return _wrapped(grpc.unary_unary_rpc_method_handler(_refuse), self._gate)
+            return _wrapped(grpc.unary_unary_rpc_method_handler(_refuse), self._gate, self.calls)
         handler = await continuation(handler_call_details)
-        return handler and _wrapped(handler, self._gate)
+        return handler and _wrapped(handler, self._gate, self.calls)
 
 
 async def _refuse(request: bytes, context: Any) -> None:
     raise UnavailableError("the server is loading or shutting down; try again soon")
 
 
-def _wrapped(handler: Any, gate: Gate) -> Any:
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[handler.request_streaming, handler.response_streaming]
+def _wrapped(handler: Any, gate: Gate, calls: RunningCalls) -> Any:
+    """Return a handler that lets a call in, and parses it then.
+
+    It takes a stream of messages also where there is one: for a call that ends without its message grpc would neither
+    call a handler nor end the call.
+    """
     behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
     parse = handler.request_deserializer or bytes
 
-    async def call(request: Any, context: Any) -> Any:
+    async def call(requests: Any, context: Any) -> None:
         try:
-            await gate.admit(context)
-            return await _answered(behavior(_parsed(request, parse), context), context)
+            async with calls.during(await gate.admit(context)):
+                parsed = _parsed(requests, parse)
+                answer = behavior(parsed if handler.request_streaming else await _only(parsed), context)
+                await _answered(answer, context, is_stream=handler.response_streaming)
+                return
         except SpecdecError as error:
             failure = error
         except Exception as error:
@@ -101,19 +106,21 @@ def _wrapped(handler: Any, gate: Gate) -> Any:
             failure = InternalError()
         status = to_status(failure)
         # grpc keeps the traceback of the abort, and with it all that this frame holds, until a garbage collection
-        del failure, request
+        del failure, requests
         await context.abort_with_status(status)
 
-    return make(call, bytes, handler.response_serializer)  # parsed in the call, once it is let in
+    return grpc.stream_stream_rpc_method_handler(call, bytes, handler.response_serializer)
 
 
-async def _answered(answer: Any, context: Any) -> Any:
-    """Return a handler's answer; write those of a handler that yields, as reflection's does."""
-    if not hasattr(answer, "__aiter__"):
-        return await answer
-    async for message in answer:
-        await context.write(message)
-    return None
+async def _answered(answer: Any, context: Any, is_stream: bool) -> None:
+    """Write the answer of a handler that does not do so itself, or all of one that yields, as reflection does."""
+    if hasattr(answer, "__aiter__"):
+        async for message in answer:
+            await context.write(message)
+    else:
+        message = await answer
+        if not is_stream:
+            await context.write(message)
 
 
 def _where(error: BaseException) -> str:
@@ -124,20 +131,21 @@ def _where(error: BaseException) -> str:
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "unknown"
 
 
-def _parsed(request: Any, parse: Callable[[bytes], Any]) -> Any:
-    """Return the request, or the stream of requests; raise InvalidArgumentError for one that cannot be parsed."""
-    if hasattr(request, "__aiter__"):
-        return _parsed_stream(request, parse)
-    try:
-        return parse(request)
-    except DecodeError:
-        problem = "is not a valid message; check field types and that strings are UTF-8"
-        raise InvalidArgumentError({"request": problem}) from None
-
-
-async def _parsed_stream(requests: AsyncIterator[Any], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+async def _parsed(requests: AsyncIterator[Any], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
+    """Yield the requests; raise InvalidArgumentError for one that cannot be parsed."""
     async for request in requests:
-        yield _parsed(request, parse)
+        try:
+            yield parse(request)
+        except DecodeError:
+            problem = "is not a valid message; check field types and that strings are UTF-8"
+            raise InvalidArgumentError({"request": problem}) from None
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    """Return the message of a call that has one. Raises InvalidArgumentError."""
+    async for request in requests:
+        return request
+    raise InvalidArgumentError({"request": "is missing: the call ended without its message"})
 
 
 class Server:
@@ -182,6 +190,11 @@ class Server:
         except RuntimeError:
             problem = "the port is in use or not allowed; choose another"
             raise CannotServe(f"cannot listen on {address}: {problem}") from None
+
+    @property
+    def calls(self) -> RunningCalls:
+        """The calls that were let in by a token, and run."""
+        return self._statuses.calls
 
     async def set_ready(self, ready: bool) -> None:
         """Let calls in, or keep new ones out."""
@@ -246,7 +259,7 @@ async def serving(settings: ServiceSettings, service: str, build: Build) -> Asyn
     facts = {"health_port": server.health_port} if server.health_port else {}
     get_logger().info("listening", port=server.port, metrics_port=serve_metrics(settings), **facts)
     try:
-        async with build(server):
+        async with supervised(server, "running calls", server.calls.watch()), build(server):
             await server.set_ready(True)
             get_logger().info("ready", port=server.port)
             yield server

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from specdec.channel import MAX_MESSAGE_BYTES, is_loopback
 from specdec.parameters import nearest_hint
+from specdec.serving.safe_url import is_safe_url
 from specdec.serving.tracing.endpoint import endpoint_problem
 
 ENV_PREFIX = "SPECDEC_"
@@ -105,7 +105,7 @@ class JwtSettings:
 
     issuer: str
     audience: str
-    keys: str
+    keys: str | None  # a file or a URL; None: where the issuer's discovery document says
     tenant_claim: str
 
 
@@ -120,7 +120,9 @@ class ClientFacingSettings(ServiceSettings):
     )
     jwt_issuer: str | None = Field(None, description="issuer (iss) whose signed tokens count")
     jwt_audience: str | None = Field(None, description="audience (aud) that a signed token must be for")
-    jwt_keys: str | None = Field(None, description="the issuer's public keys (JWKS): a file, or an https URL")
+    jwt_keys: str | None = Field(
+        None, description="the issuer's public keys (JWKS): a file, or an https URL; unset: where the issuer says"
+    )
     jwt_tenant_claim: str = Field("sub", description="claim of a signed token that names the tenant")
 
     operators: str | None = Field(
@@ -135,7 +137,7 @@ class ClientFacingSettings(ServiceSettings):
     @property
     def jwt(self) -> JwtSettings | None:
         """Whose signed tokens count, if any do."""
-        if not (self.jwt_issuer and self.jwt_audience and self.jwt_keys):
+        if not (self.jwt_issuer and self.jwt_audience):
             return None
         return JwtSettings(self.jwt_issuer, self.jwt_audience, self.jwt_keys, self.jwt_tenant_claim)
 
@@ -143,12 +145,13 @@ class ClientFacingSettings(ServiceSettings):
         """Give a sentence for each combination of settings that is refused."""
         yield from super().problems()
         if self.jwt is None and (self.jwt_issuer or self.jwt_audience or self.jwt_keys):
-            yield "--jwt-issuer, --jwt-audience and --jwt-keys belong together; give all three"
+            yield "--jwt-issuer and --jwt-audience belong together, and --jwt-keys to them; give both or neither"
+        if self.jwt and self.jwt_keys is None and not is_safe_url(self.jwt.issuer):
+            yield "--jwt-issuer is no https URL at which its keys could be looked up; give --jwt-keys"
+        if "://" in (self.jwt_keys or "") and not is_safe_url(self.jwt_keys or ""):
+            yield "--jwt-keys is no https URL: others can change what it answers; give https"
         if self.operators and not self.tokens_file and self.jwt is None:
             yield "--operators names tenants, and clients without tokens have none; give --tokens-file, or leave it out"
-        keys = urlsplit(self.jwt_keys or "")
-        if keys.scheme == "http" and not is_loopback(keys.hostname or ""):
-            yield "--jwt-keys is an http URL, whose answer others can change; give https"
 
 
 class ModelSettings(ServiceSettings):

@@ -172,6 +172,16 @@ def test_reports_of_loads_are_averaged_and_age() -> None:
     assert loads.load == TargetLoad(prompt_token_s=loads.load.prompt_token_s)
 
 
+def test_some_reports_that_are_far_off_change_little() -> None:
+    """A worker that is wrong about its load must not keep everybody out."""
+    loads = ReportedLoads()
+    for number in range(40):
+        is_wrong = number % 5 == 0
+        loads.report(types_pb2.Load(prompt_s=3600.0 if is_wrong else 1.0, num_prompt_tokens=1 if is_wrong else 100))
+    assert loads.load.prompt_s == 1.0
+    assert loads.load.prompt_token_s == pytest.approx(0.01)
+
+
 @pytest.mark.parametrize("prompt_s", [float("nan"), float("inf"), -1.0, 1e9])
 def test_impossible_reports_are_ignored(prompt_s: float) -> None:
     loads = ReportedLoads()

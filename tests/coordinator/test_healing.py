@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from coordinator.generation import OutputToken
 from coordinator.healing import Healing, Position, heal, take_back
 from coordinator.servicer import GenerationServicer
-from coordinator.session_ids import SECRET_BYTES, SessionIds
+from coordinator.session_ids import PROOF_BYTES, SECRET_BYTES, SessionIds
 from coordinator.session_record import Status
 from coordinator.sessions import SessionStore, keys, open_store
 from coordinator.stores.client import RedisClient
@@ -23,13 +23,14 @@ from coordinator.stores.opening import memory_pool
 from coordinator.stores.routes import FixedRoute
 from specdec.errors import DataLossError, InvalidArgumentError, NotFoundError, UnavailableError
 from specdec.exact.prefix import chain
+from specdec.outside import Outside
 from specdec.serving.security.caller import NO_TENANT
 from specdec.types import TokenOrigin
 from specdec.v1 import generation_pb2
 from tests.support.redis_server import running_redis
-from tests.support.toy_coordinator import LENGTH, PROMPT, Gate, ToyCoordinator, take_last, tokens_of, until
+from tests.support.toy_coordinator import LENGTH, PROMPT, Chunks, Gate, ToyCoordinator, take_last, tokens_of, until
 
-SESSION = "s"
+SESSION, INCARNATION = "s", "0" * 16
 
 
 class Store(SessionStore):
@@ -39,7 +40,7 @@ class Store(SessionStore):
         pool = memory_pool()
         self.redis = Redis(connection_pool=pool)
         self.client = RedisClient(FixedRoute(Node(pool)))
-        super().__init__(self.client, 1000.0)
+        super().__init__(self.client, 1000.0, Outside(random_bits=lambda count: 0))
 
     async def snapshot(self) -> dict[str, Any]:
         return {key: await self.redis.dump(key) for key in keys(SESSION)}
@@ -72,7 +73,11 @@ def handed(tokens: list[int]) -> tuple[OutputToken, ...]:
 def position(tokens: list[int], num_handed: int | None = None) -> Position:
     """Where a client is that was shown these tokens, and hands some of them back."""
     last = tokens if num_handed is None else tokens[len(tokens) - num_handed :]
-    return Position(len(tokens), chain(b"", [*PROMPT, *tokens]), handed(last))
+    return Position(len(tokens), chain(b"", [*PROMPT, *tokens]), handed(last), INCARNATION)
+
+
+def follow_from(coordinator: ToyCoordinator, where: Position) -> Chunks:
+    return coordinator.follow(SESSION, where.offset, where.digest, where.handed, where.incarnation)
 
 
 async def went_back(store: Store, owner: ToyCoordinator, *, is_empty: bool = False) -> list[int]:
@@ -205,7 +210,7 @@ async def test_client_hands_back_what_the_store_lacks(store: Store, is_whole: bo
     lacking = len(shown) - len(await store_tokens(store))
     where = position(shown, None if is_whole else lacking)
     other = ToyCoordinator(store)
-    async with aclosing(other.follow(SESSION, where.offset, where.digest, where.handed)) as chunks:
+    async with aclosing(follow_from(other, where)) as chunks:
         rest = [token async for chunk, _ in chunks for token in tokens_of(chunk)]
     assert shown + rest == await undisturbed() == await other.stored(SESSION)
 
@@ -219,7 +224,7 @@ async def test_client_joins_an_owner_that_has_less(store: Store) -> None:
         await take_last(behind, 4)
         where = position(shown)
         other.toys.before = Gate()
-        async with aclosing(other.follow(SESSION, where.offset, where.digest, where.handed)) as chunks:
+        async with aclosing(follow_from(other, where)) as chunks:
             rest = [token async for chunk, _ in chunks for token in tokens_of(chunk)]
     assert shown + rest == await other.stored(SESSION)
 
@@ -232,7 +237,7 @@ async def test_client_with_proof_and_not_all_tokens_loses_the_session(store: Sto
     given = {"too few": handed(shown[-1:]), "none": (), "others": handed([token ^ 1 for token in shown])}[change]
     other = ToyCoordinator(store)
     with pytest.raises(DataLossError, match="begin a new session"):
-        async with aclosing(other.follow(SESSION, whole.offset, whole.digest, given)) as chunks:
+        async with aclosing(follow_from(other, replace(whole, handed=given))) as chunks:
             await take_last(chunks, 1)
     with pytest.raises(DataLossError):
         await other.tokens(SESSION)
@@ -243,10 +248,23 @@ async def test_expired_session_says_so_to_who_was_shown_it(store: Store) -> None
     shown = position([1, 2])
     other = ToyCoordinator(store)
     with pytest.raises(NotFoundError, match=r"has expired.* kept for 1000 s"):
-        async with aclosing(other.follow(SESSION, shown.offset, shown.digest, shown.handed)) as chunks:
+        async with aclosing(follow_from(other, shown)) as chunks:
             await take_last(chunks, 1)
     with pytest.raises(NotFoundError, match="no such session, or it has expired"):
         await other.tokens(SESSION)
+
+
+async def test_client_of_an_expired_session_leaves_its_successor_alone(store: Store) -> None:
+    """A name may come again, as that of a request_id, once its session has expired."""
+    coordinator = ToyCoordinator(store)
+    shown = await went_back(store, coordinator, is_empty=True)
+    former = replace(position([token ^ 1 for token in shown]), incarnation="of the one that has expired")
+    await coordinator.create(SESSION)
+    with pytest.raises(NotFoundError, match="has expired"):
+        async with aclosing(follow_from(coordinator, former)) as chunks:
+            await take_last(chunks, 1)
+    assert (await store.read(SESSION)).status is Status.ACTIVE
+    assert await ToyCoordinator(store).tokens(SESSION) == await undisturbed()
 
 
 async def test_client_without_proof_changes_nothing(store: Store) -> None:
@@ -268,12 +286,13 @@ async def test_log_probabilities_cannot_be_handed_back(store: Store) -> None:
 def test_proofs_are_of_one_text_of_one_session() -> None:
     ids = SessionIds(bytes(SECRET_BYTES))
     session, other = ids.of_request("tenant", "a"), ids.of_request("other", "a")
-    proof = ids.proof(session, 5, b"d" * 16)
-    assert ids.is_proved(session, 5, b"d" * 16, proof)
+    proof = ids.proof(session, "first", 5, b"d" * 16)
+    assert ids.proved(session, 5, b"d" * 16, proof) == "first"
     for wrong in ((other, 5, b"d" * 16), (session, 6, b"d" * 16), (session, 5, b"e" * 16)):
-        assert not ids.is_proved(*wrong, proof)
-    assert not ids.is_proved(session, 5, b"d" * 16, b"")
-    assert not SessionIds(b"x" * SECRET_BYTES).is_proved(session, 5, b"d" * 16, proof)
+        assert ids.proved(*wrong, proof) is None
+    for forged in (b"", proof[:PROOF_BYTES], proof[:PROOF_BYTES] + b"second", proof + b"x" * 100, b"\xff" * len(proof)):
+        assert ids.proved(session, 5, b"d" * 16, forged) is None
+    assert SessionIds(b"x" * SECRET_BYTES).proved(session, 5, b"d" * 16, proof) is None
 
 
 async def test_takeover_waits_until_a_broken_store_is_settled(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +313,7 @@ def test_tokens_without_their_origins_are_refused(origins: list[int]) -> None:
     servicer, session = GenerationServicer(ToyCoordinator(Store()), ids), ids.of_request(NO_TENANT, "a")
     request = generation_pb2.ResumeRequest(offset=2, digest=b"d" * 16, tokens=[3, 4], origins=origins)  # type: ignore[arg-type]
     assert servicer._position(session, request) == Position(2, b"d" * 16), "without a proof they are not looked at"
-    request.proof = ids.proof(session, 2, b"d" * 16)
+    request.proof = ids.proof(session, "", 2, b"d" * 16)
     with pytest.raises(InvalidArgumentError, match="origins"):
         servicer._position(session, request)
     del request.origins[:]

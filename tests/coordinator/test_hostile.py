@@ -123,6 +123,18 @@ async def test_invalid_utf8(served: Cluster, stub: Stub) -> None:
     assert await good_tokens(stub)
 
 
+@pytest.mark.parametrize("method", ["Generate", "Resume", "GetSession", "CancelSession", "GetModel"])
+async def test_call_without_its_message_ends(method: str, served: Cluster) -> None:
+    """It would wait for ever if grpc were left to expect one message."""
+    async with open_channel(served.address) as channel:
+        raw: Any = channel.stream_stream(f"/specdec.v1.GenerationService/{method}")
+        call = raw()
+        await call.done_writing()
+        error = await outcome(call)
+    assert error.code() == INVALID
+    assert "without its message" in (error.details() or "")
+
+
 async def test_unknown_session(stub: Stub) -> None:
     for call in (
         stub.GetSession(pb.GetSessionRequest(session_id="nobody")),

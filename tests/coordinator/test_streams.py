@@ -187,6 +187,21 @@ async def test_malformed_scores_are_asked_again() -> None:
     assert servicer.num_streams == 2
 
 
+@pytest.mark.parametrize("code", ["DATA_LOSS", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS"])
+async def test_what_no_worker_may_say_of_a_session_is_not_believed(code: str) -> None:
+    """To a client it would say that the session is lost, or that its token is wrong."""
+
+    async def end_with(requests: Any, context: Any) -> None:
+        await anext(aiter(requests))
+        await context.abort(grpc.StatusCode[code], "a lie")
+
+    servicer = Scripted(end_with)
+    async with served(servicer) as workers:
+        scored = await workers.open(SESSION, 10).score([1, 2], Proposal())
+    assert scored.scores.positions[0].tail_token == 7
+    assert servicer.num_streams == 2
+
+
 async def test_an_evicted_worker_is_sent_more() -> None:
     servicer = Scripted(hold_less)
     async with served(servicer) as workers:

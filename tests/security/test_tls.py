@@ -150,10 +150,14 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"tls_certificate": "x", "tls_key": "x", "tls_client_ca": "x"},
         r"--tls-client-ca and --tls-client-names belong together; --tls-client-names '\*'",
     ),
-    "half an issuer": ({"jwt_issuer": "x"}, "--jwt-issuer, --jwt-audience and --jwt-keys belong together"),
+    "half an issuer": ({"jwt_issuer": "x"}, "--jwt-issuer and --jwt-audience belong together"),
+    "an issuer in plain text": (
+        {"jwt_issuer": "http://issuer.example", "jwt_audience": "x"},
+        "--jwt-issuer is no https URL.*give --jwt-keys",
+    ),
     "keys over http": (
         {"jwt_issuer": "x", "jwt_audience": "x", "jwt_keys": "http://example.org/keys"},
-        "--jwt-keys is an http URL.*give https",
+        "--jwt-keys is no https URL.*give https",
     ),
     "operators without tokens": ({"operators": "acme"}, "--operators names tenants.*give --tokens-file"),
     "no endpoint of traces": ({"otlp_endpoint": "localhost:4317"}, "--otlp-endpoint is 'localhost:4317'; give http://"),

@@ -47,11 +47,11 @@ def test_a_malformed_replacement_is_left_out(tmp_path: Path) -> None:
     file = write_tokens(tmp_path / "tokens.toml", {"acme": ["one", "two"]})
     tokens = StaticTokens(file, period_s=0.0)
     replace(file, "nonsense")
-    assert tokens.tenant("one") == tokens.tenant("two") == "acme"
+    assert tokens.credential("one").tenant == tokens.credential("two").tenant == "acme"
     write_tokens(file, {"acme": ["two"]})
     with pytest.raises(UnauthenticatedError, match="withdrawn"):
-        tokens.tenant("one")
-    assert tokens.tenant("two") == "acme"
+        tokens.credential("one")
+    assert tokens.credential("two").tenant == "acme"
 
 
 def test_the_command_makes_tokens(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -142,7 +142,9 @@ async def test_a_public_key_is_no_shared_secret() -> None:
     settings = JwtSettings("https://issuer.example", "specdec", "", "sub")
     tokens = JsonWebTokens(settings, UrlKeySet("https://issuer.example/keys", published))
     claims = {"iss": settings.issuer, "aud": "specdec", "sub": "acme", "exp": 4e9}
-    assert await tokens.tenant(jwt.encode(claims, private, algorithm="RS256", headers={"kid": "one"})) == "acme"
+    assert (
+        await tokens.credential(jwt.encode(claims, private, algorithm="RS256", headers={"kid": "one"}))
+    ).tenant == "acme"
     forged = jwt.encode(claims, public["n"], algorithm="HS256", headers={"kid": "one"})
     with pytest.raises(UnauthenticatedError, match="is not valid"):
-        await tokens.tenant(forged)
+        await tokens.credential(forged)

@@ -42,6 +42,7 @@ async def cluster(
     drafters: str = "",
     kinds: Mapping[str, DrafterKind] | None = None,
     draft_settings: Mapping[str, object] | None = None,
+    target_settings: Mapping[str, object] | None = None,
     **coordinator: object,
 ) -> AsyncIterator[Cluster]:
     """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
@@ -49,7 +50,7 @@ async def cluster(
     drafters = drafters or ("model,ngram" if draft_model else "ngram")
     async with AsyncExitStack() as stack:
         drafting = {"drafters": drafters, **(draft_settings or {})}
-        target_address = await stack.enter_async_context(serving_target(target))
+        target_address = await stack.enter_async_context(serving_target(target, **(target_settings or {})))
         draft_address = await stack.enter_async_context(serving_draft(draft_model, kinds, **drafting))
         served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
         address = await stack.enter_async_context(serving_coordinator(**served))

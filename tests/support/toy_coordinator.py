@@ -13,6 +13,7 @@ from coordinator.followed import Ending
 from coordinator.generation import CommittedChunk
 from coordinator.loads import ReportedLoads
 from coordinator.prompts import EncodedPrompt, Prompts
+from coordinator.quotas import Quotas
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
 from coordinator.rounds import Scored
@@ -124,12 +125,12 @@ class ToyCapabilities:
 class ToyCoordinator(Coordinator):
     """A coordinator with toy workers over a store; two of them may share the store."""
 
-    def __init__(self, store: SessionStore, maximum: int = 8) -> None:
+    def __init__(self, store: SessionStore, maximum: int = 8, quotas: Callable[[], Quotas] = Quotas) -> None:
         self.store, self.running, self.toys = store, RunningGenerations(maximum), ToyWorkers()
         workers: Any = Workers(self.toys, self.toys, ToyCapabilities())  # type: ignore[arg-type]
         vocabulary = {f"t{token}": token for token in range(VOCAB_SIZE)}
         prompts = Prompts(Tokenizer(WordLevel(vocabulary, unk_token="t0")), None)
-        super().__init__(workers, prompts, store, self.running, RequestLimits(LENGTH, 8))
+        super().__init__(workers, prompts, store, self.running, RequestLimits(LENGTH, 8), quotas=quotas)
 
     async def create(self, session_id: str) -> None:
         """Create a session that drafts three tokens a round."""

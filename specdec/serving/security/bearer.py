@@ -42,14 +42,33 @@ class StaticTokens:
     def __init__(self, path: Path, period_s: float = CHECK_PERIOD_S) -> None:
         self._known = Watched(lambda: signature_of([path]), lambda: read_tokens(path), _log_reload, period_s)
 
-    def tenant(self, token: str) -> str:
-        """Return whose token this is. Raises UnauthenticatedError."""
-        known = self._known.value.get(hashlib.sha256(token.encode()).hexdigest())
+    def credential(self, token: str) -> "StaticCredential":
+        """Return what a token is. Raises UnauthenticatedError."""
+        digest = hashlib.sha256(token.encode()).hexdigest()
+        return StaticCredential(self, digest, self.tenant_of(digest))
+
+    def tenant_of(self, digest: str) -> str:
+        """Return whose token has this hash, now. Raises UnauthenticatedError."""
+        known = self._known.value.get(digest)
         if known is None:
             raise UnauthenticatedError("the token is unknown, or was withdrawn; ask the operator for a new one")
         if known.expires is not None and known.expires <= datetime.now(UTC):
             raise UnauthenticatedError("the token has expired; ask the operator for a new one")
         return known.tenant
+
+
+@dataclass(frozen=True, slots=True)
+class StaticCredential:
+    """A token of the file: see `Credential`."""
+
+    tokens: StaticTokens
+    digest: str
+    tenant: str
+
+    async def check(self) -> None:
+        """Raise UnauthenticatedError if it was withdrawn, or has expired, or was given to another tenant."""
+        if self.tokens.tenant_of(self.digest) != self.tenant:
+            raise UnauthenticatedError("the token belongs to another tenant by now; ask the operator for a new one")
 
 
 def read_tokens(path: Path) -> Mapping[str, KnownToken]:

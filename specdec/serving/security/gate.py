@@ -10,6 +10,7 @@ from specdec.errors import PermissionDeniedError, UnauthenticatedError
 from specdec.serving.security.bearer import StaticTokens
 from specdec.serving.security.caller import set_tenant
 from specdec.serving.security.json_web_tokens import JsonWebTokens, looks_like_jwt
+from specdec.serving.security.running_calls import Credential
 from specdec.serving.settings import ClientFacingSettings, ServiceSettings
 
 MAX_TOKEN_CHARACTERS = 8192
@@ -33,18 +34,24 @@ class Gate:
         """Return whether every caller that reaches the port is admitted."""
         return self._names is None and self._static is None and self._signed is None
 
-    async def admit(self, context: Any) -> None:
-        """Note the call's tenant. Raises PermissionDeniedError, UnauthenticatedError, UnavailableError."""
+    async def admit(self, context: Any) -> Credential | None:
+        """Note the call's tenant; return what let the call in, None where that stays valid.
+
+        Raises PermissionDeniedError, UnauthenticatedError, UnavailableError.
+        """
         if self._names is not None:
             _check_names(self._names, context)
-        if self._static is not None or self._signed is not None:
-            set_tenant(await self._tenant(_token(dict(context.invocation_metadata()))))
+        if self._static is None and self._signed is None:
+            return None
+        credential = await self._credential(_token(dict(context.invocation_metadata())))
+        set_tenant(credential.tenant)
+        return credential
 
-    async def _tenant(self, token: str) -> str:
+    async def _credential(self, token: str) -> Credential:
         if self._signed is not None and (self._static is None or looks_like_jwt(token)):
-            return await self._signed.tenant(token)
+            return await self._signed.credential(token)
         assert self._static is not None
-        return self._static.tenant(token)
+        return self._static.credential(token)
 
 
 def gate_of(settings: ServiceSettings) -> Gate:

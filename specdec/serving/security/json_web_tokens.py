@@ -1,6 +1,9 @@
 """Tokens that an OpenID Connect provider signs (JWT): issuer, audience, expiry and signature are checked by PyJWT."""
 
 import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jwt
@@ -32,22 +35,31 @@ def looks_like_jwt(token: str) -> bool:
 class JsonWebTokens:
     """Checks the tokens of one issuer. Raises WatchedError for a file of keys that cannot be used."""
 
-    def __init__(self, settings: JwtSettings, keys: KeySet | None = None) -> None:
-        self._settings = settings
-        self._keys = keys or open_key_set(settings.keys)
+    def __init__(
+        self, settings: JwtSettings, keys: KeySet | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """`clock` gives the time by which running calls expire, in seconds since 1970."""
+        self._settings, self._clock = settings, clock
+        self._keys = keys or open_key_set(settings)
 
-    async def tenant(self, token: str) -> str:
-        """Return the tenant that a token names. Raises UnauthenticatedError, UnavailableError without any keys."""
+    async def credential(self, token: str) -> "SignedCredential":
+        """Return what a token is. Raises UnauthenticatedError, UnavailableError without any keys."""
         try:
-            key = await self._keys.find(jwt.get_unverified_header(token).get("kid"))
-            claims = self._checked(token, key)
+            key_id = jwt.get_unverified_header(token).get("kid")
+            claims = self._checked(token, await self._keys.find(key_id))
         except jwt.PyJWTError as error:
             reasons = (reason for kind, reason in REFUSALS if isinstance(error, kind))
             raise UnauthenticatedError(f"the token {next(reasons, 'is not valid; get a new one')}") from None
         tenant = claims[self._settings.tenant_claim]
         if not isinstance(tenant, str) or not TENANT.fullmatch(tenant):
             raise UnauthenticatedError("the token names no tenant that this service can use; ask the operator")
-        return tenant
+        return SignedCredential(self, tenant, float(claims["exp"]), key_id)
+
+    async def check(self, credential: "SignedCredential") -> None:
+        """Raise UnauthenticatedError if a token has expired, or its key is not published any more."""
+        if self._clock() > credential.expires_s + LEEWAY_S:
+            raise UnauthenticatedError("the token has expired; get a new one")
+        await self._keys.find(credential.key_id)
 
     def _checked(self, token: str, key: jwt.PyJWK) -> dict[str, Any]:
         settings = self._settings
@@ -61,3 +73,17 @@ class JsonWebTokens:
             options={"require": ["exp", "iss", "aud", settings.tenant_claim]},
         )
         return claims
+
+
+@dataclass(frozen=True, slots=True)
+class SignedCredential:
+    """A signed token that was checked: see `Credential`."""
+
+    tokens: JsonWebTokens
+    tenant: str
+    expires_s: float  # since 1970
+    key_id: str | None
+
+    async def check(self) -> None:
+        """Raise as `JsonWebTokens.check`."""
+        await self.tokens.check(self)

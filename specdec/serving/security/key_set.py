@@ -1,9 +1,8 @@
-"""The public keys of a token issuer (JWKS), from a file or from a URL; kept, and refreshed while the old ones serve."""
+"""The public keys of a token issuer (JWKS), from a file or a URL; kept, and refreshed while the old ones serve."""
 
 import asyncio
 import json
 import time
-import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,13 +11,13 @@ from typing import Any, Protocol
 import jwt
 
 from specdec.errors import UnauthenticatedError, UnavailableError
+from specdec.serving.security.discovery import MAX_BYTES, Fetch, discovered, fetched
+from specdec.serving.settings import JwtSettings
 from specdec.serving.telemetry import get_logger
 from specdec.watched import Watched, WatchedError, signature_of
 
 REFRESH_S = 300.0
 MIN_REFRESH_S = 10.0  # a token with an unknown key id asks for new keys, and anybody can send such tokens
-FETCH_TIMEOUT_S = 5.0
-MAX_BYTES = 1 << 20
 SIGNING_TYPES = ("RSA", "EC", "OKP")  # with a private key; "oct" is a shared secret
 
 Keys = dict[str | None, jwt.PyJWK]  # by key id
@@ -31,9 +30,14 @@ class KeySet(Protocol):
         """Return a key; without an id the only one. Raises UnauthenticatedError, UnavailableError without any keys."""
 
 
-def open_key_set(source: str) -> KeySet:
-    """Return the keys of a file or of an https URL. Raises WatchedError for a file that cannot be used."""
-    return UrlKeySet(source) if source.startswith(("https://", "http://")) else FileKeySet(Path(source))
+def open_key_set(settings: JwtSettings) -> KeySet:
+    """Return an issuer's keys: of a file, of a URL, or of where the issuer says that they are.
+
+    Raises WatchedError for a file that cannot be used.
+    """
+    if settings.keys is None:
+        return UrlKeySet(settings.issuer, discovered)
+    return UrlKeySet(settings.keys) if "://" in settings.keys else FileKeySet(Path(settings.keys))
 
 
 class FileKeySet:
@@ -50,10 +54,8 @@ class FileKeySet:
 class UrlKeySet:
     """Keys at a URL. Calls wait for them only where none are known, or not the one that a token names."""
 
-    def __init__(
-        self, url: str, fetch: Callable[[str], bytes] | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._url, self._fetch, self._clock = url, fetch or _fetch, clock
+    def __init__(self, url: str, fetch: Fetch = fetched, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url, self._fetch, self._clock = url, fetch, clock
         self._keys: Keys = {}
         self._fetched_at = self._tried_at = -float("inf")
         self._refreshing: asyncio.Task[None] | None = None
@@ -85,14 +87,6 @@ class UrlKeySet:
             get_logger().error("token_keys_refused", error=type(error).__name__, num_known=len(self._keys))
         finally:
             self._refreshing = None
-
-
-def _fetch(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=FETCH_TIMEOUT_S) as answer:  # the settings allow https, and loopback
-        if answer.geturl().partition(":")[0] != url.partition(":")[0]:
-            raise WatchedError(f"{url} redirects to another protocol; give the address itself")
-        content: bytes = answer.read(MAX_BYTES + 1)
-    return content
 
 
 def _read(path: Path) -> Keys:

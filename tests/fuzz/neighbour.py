@@ -1,0 +1,88 @@
+"""A client whose sessions are all in order: its texts stay what they were, and it never waits for long."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from specdec import AsyncClient, SamplingParams, SpeculationParams
+from tests.fuzz.services import HONEST_SEED, MAX_NEW_TOKENS, Services
+
+PROMPT = [5, 17, 3, 200, 9]
+SAMPLING = SamplingParams(temperature=0, seed=HONEST_SEED, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
+DRAFTED = SpeculationParams(num_draft_tokens=3, drafter="model")
+PAUSE_S = 0.02  # between its sessions: it is a neighbour, not a load
+MAX_CPU_GAP_S = 1.0
+MAX_GAP_S = 60.0
+
+
+@dataclass(slots=True)
+class Neighbour:
+    """What became of its sessions.
+
+    How long it waits for a chunk is counted in processor time of the service that took most of it meanwhile: what
+    blocks a service takes that, however busy the machine is with others. A service that waits for ever takes none; it
+    is found by the clock.
+    """
+
+    services: Services
+    num_sessions: int = 0
+    max_gap_s: float = 0.0
+    max_cpu_gap_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    _at_s: float = 0.0
+    _cpu_s: dict[str, float] = field(default_factory=dict)
+
+    async def run(self) -> None:
+        """Complete one session after the other, until cancelled."""
+        async with AsyncClient(self.services.address, timeout_s=MAX_GAP_S, max_retries=0) as client:
+            expected: tuple[int, ...] | None = None
+            while True:
+                tokens = await self._complete(client)
+                expected = expected or tokens
+                if tokens and tokens != expected:
+                    self.wrong.append(f"a neighbour's text was {tokens}, not {expected}")
+                self.num_sessions += 1
+                await asyncio.sleep(PAUSE_S)
+
+    async def _complete(self, client: AsyncClient) -> tuple[int, ...]:
+        self._mark()
+        tokens: tuple[int, ...] = ()
+        try:
+            async for chunk in client.generate(prompt_token_ids=PROMPT, sampling=SAMPLING, speculation=DRAFTED):
+                self._progress()
+                tokens += tuple(chunk.tokens)
+        except Exception as error:
+            self.wrong.append(f"a neighbour's session ended with {type(error).__name__}: {error}")
+            return ()
+        return tokens
+
+    def _mark(self) -> None:
+        self._at_s, self._cpu_s = time.monotonic(), self.services.cpu_s()
+
+    def _progress(self) -> None:
+        before_s, before_cpu_s = self._at_s, self._cpu_s
+        self._mark()
+        gap_s, cpu_gap_s = self._at_s - before_s, max(self._cpu_s[name] - before_cpu_s[name] for name in before_cpu_s)
+        self.gaps_s.append(gap_s)
+        self.max_gap_s, self.max_cpu_gap_s = max(self.max_gap_s, gap_s), max(self.max_cpu_gap_s, cpu_gap_s)
+        if cpu_gap_s > MAX_CPU_GAP_S or gap_s > MAX_GAP_S:
+            self.wrong.append(f"a neighbour waited {gap_s:.1f} s, {cpu_gap_s:.1f} s of them for a service at work")
+
+
+@asynccontextmanager
+async def neighbouring(services: Services) -> AsyncIterator[Neighbour]:
+    """Run a neighbour while the context lasts; at least one of its sessions ends in it."""
+    neighbour = Neighbour(services)
+    running = asyncio.create_task(neighbour.run(), name="neighbour")
+    try:
+        yield neighbour
+        before = neighbour.num_sessions
+        async with asyncio.timeout(2 * MAX_GAP_S):
+            while neighbour.num_sessions < before + 2 and not running.done():  # noqa: ASYNC110  # another task counts
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
