@@ -14,6 +14,11 @@ BENCH_ARGS ?=
 # how many worlds `make simulate` runs, and its options, such as --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
+# what `make chaos` does to real processes, and its options, such as --sentinels, --awaits-expiry and --at-once
+SESSIONS ?= 200
+FAULTS ?= 60
+SEED ?= 1
+CHAOS_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -27,7 +32,7 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test simulate smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis protos lint format types test simulate chaos smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -88,6 +93,9 @@ demo: setup $(MODEL) ## Run three services; print one text and its speed-up; MOD
 
 simulate: setup ## Run the whole service in virtual time with faults, SEEDS=1000 worlds; one that fails is printed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) $(SIMULATE_ARGS)
+
+chaos: setup ## Run real processes with faults, SESSIONS=200 FAULTS=60 SEED=1; print the gaps that clients saw
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --sessions $(SESSIONS) --faults $(FAULTS) --seed $(SEED) $(CHAOS_ARGS)
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness

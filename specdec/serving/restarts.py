@@ -8,7 +8,7 @@ from specdec.retry import RetryPolicy
 
 POLICY = RetryPolicy(first_s=0.5, maximum_s=60.0)
 STABLE_S = 60.0  # a process that served as long had no lasting problem
-MAX_DEATHS = 5  # in a row, each within STABLE_S of its start: the next start would end like these
+MAX_DEATHS = 5  # in a row, each within STABLE_S of readiness: the next start would end like these
 
 
 class Restarts:

@@ -116,8 +116,8 @@ async def test_a_part_that_ends_again_and_again_ends_everything(toy: Command) ->
     with pytest.raises(CannotRun) as caught:
         await part.run()
     assert str(caught.value) == (
-        "the target worker ended 3 times in a row, each within 60 s of its start; at last the target worker ended with "
-        "exit code 3: last words --host here --port 7; it said:\n"
+        "the target worker ended 3 times in a row, each within 60 s of being ready; at last the target worker ended "
+        "with exit code 3: last words --host here --port 7; it said:\n"
         "  listening port=7\n  ready port=7\n  last words --host here --port 7"
     )
     assert [log.count("target worker", event) for event in ("ready", "service_lost")] == [3, 2]

@@ -78,5 +78,5 @@ class Part:
 
     def _given_up(self, child: Child) -> str:
         lines = "".join(f"\n  {line}" for line in child.last_lines)
-        how_often = f"{self._restarts.num_deaths} times in a row, each within {STABLE_S:.0f} s of its start"
+        how_often = f"{self._restarts.num_deaths} times in a row, each within {STABLE_S:.0f} s of being ready"
         return f"the {self.name} ended {how_often}; at last {child.describe_end()}" + (lines and f"; it said:{lines}")

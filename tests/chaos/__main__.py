@@ -1,0 +1,40 @@
+"""Run the service as real processes with faults: `python -m tests.chaos --sessions 1000 --faults 300 --seed 1`."""
+
+import argparse
+import asyncio
+import sys
+
+from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
+from tests.chaos.report import report
+from tests.chaos.run import Plan, run
+from tests.chaos.service import MIN_TTL_S, Size
+
+
+def main() -> None:
+    """Run; exit with 1 if anything was wrong."""
+    flags = _flags()
+    size = Size(is_durable=flags.sentinels, ttl_s=MIN_TTL_S if flags.awaits_expiry else Size().ttl_s)
+    plan = Plan(flags.sessions, flags.faults, flags.seed, flags.at_once, size, flags.awaits_expiry, flags.mistake)
+    result = asyncio.run(run(plan))
+    print(report(result), flush=True)
+    sys.exit(bool(result.violations))
+
+
+def _flags() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    add = parser.add_argument
+    add("--sessions", type=int, default=200, help="how many (default: %(default)s)")
+    add("--faults", type=int, default=60, help="how many (default: %(default)s)")
+    add("--seed", type=int, default=1, help="decides what goes wrong, and where (default: %(default)s)")
+    add("--at-once", type=int, default=16, help="sessions at once (default: %(default)s)")
+    add("--sentinels", action="store_true", help="a Redis with replicas, watched by Sentinels, in durable mode")
+    add("--awaits-expiry", action="store_true", help="wait at the end until every key has expired")
+    add("--mistake", default="", choices=[*OF_PROCESSES, *OF_CLIENTS], help="plant a mistake, which must be found")
+    flags = parser.parse_args()
+    if flags.sessions < 1 or flags.faults < 0 or flags.at_once < 1:
+        parser.error("--sessions and --at-once need 1 or more, --faults 0 or more")
+    return flags
+
+
+if __name__ == "__main__":
+    main()
