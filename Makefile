@@ -14,7 +14,7 @@ BENCH_ARGS ?=
 # how many worlds `make simulate` runs, and its options, such as --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
-# what `make chaos` does to real processes, and its options, such as --sentinels, --awaits-expiry and --at-once
+# what `make chaos` does to real processes, and its options, such as --sentinels and --at-once
 SESSIONS ?= 200
 FAULTS ?= 60
 SEED ?= 1

@@ -5,19 +5,25 @@ import asyncio
 import sys
 
 from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
+from tests.chaos.processes import nursery
 from tests.chaos.report import report
-from tests.chaos.run import Plan, run
-from tests.chaos.service import MIN_TTL_S, Size
+from tests.chaos.run import Plan, Result, run
+from tests.chaos.service import Size
 
 
 def main() -> None:
     """Run; exit with 1 if anything was wrong."""
     flags = _flags()
-    size = Size(is_durable=flags.sentinels, ttl_s=MIN_TTL_S if flags.awaits_expiry else Size().ttl_s)
-    plan = Plan(flags.sessions, flags.faults, flags.seed, flags.at_once, size, flags.awaits_expiry, flags.mistake)
-    result = asyncio.run(run(plan))
+    size = Size(is_durable=flags.sentinels)
+    plan = Plan(flags.sessions, flags.faults, flags.seed, flags.at_once, size, mistake=flags.mistake)
+    result = asyncio.run(_run(plan))
     print(report(result), flush=True)
     sys.exit(bool(result.violations))
+
+
+async def _run(plan: Plan) -> Result:
+    async with nursery() as forks:
+        return await run(plan, forks)
 
 
 def _flags() -> argparse.Namespace:
@@ -28,7 +34,6 @@ def _flags() -> argparse.Namespace:
     add("--seed", type=int, default=1, help="decides what goes wrong, and where (default: %(default)s)")
     add("--at-once", type=int, default=16, help="sessions at once (default: %(default)s)")
     add("--sentinels", action="store_true", help="a Redis with replicas, watched by Sentinels, in durable mode")
-    add("--awaits-expiry", action="store_true", help="wait at the end until every key has expired")
     add("--mistake", default="", choices=[*OF_PROCESSES, *OF_CLIENTS], help="plant a mistake, which must be found")
     flags = parser.parse_args()
     if flags.sessions < 1 or flags.faults < 0 or flags.at_once < 1:

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -174,19 +174,19 @@ class Clients:
 # ---- mistakes of clients, which the ledger must find
 
 
-async def _as_it_is(stream: AsyncStream) -> AsyncIterator[Chunk]:
+async def _as_it_is(stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
     async for chunk in stream:
         yield chunk
 
 
-async def _again(stream: AsyncStream) -> AsyncIterator[Chunk]:
+async def _again(stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
     async for chunk in stream:
         yield chunk
         if chunk.offset:
             yield chunk
 
 
-async def _without_one(stream: AsyncStream) -> AsyncIterator[Chunk]:
+async def _without_one(stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
     last = None
     async for chunk in stream:
         if chunk.finish or chunk.offset == 0 or last is not None:
@@ -194,12 +194,12 @@ async def _without_one(stream: AsyncStream) -> AsyncIterator[Chunk]:
         last = chunk
 
 
-async def _with_another(stream: AsyncStream) -> AsyncIterator[Chunk]:
+async def _with_another(stream: AsyncStream) -> AsyncGenerator[Chunk, None]:
     async for chunk in stream:
         yield replace(chunk, tokens=tuple(token ^ 1 for token in chunk.tokens)) if chunk.offset else chunk
 
 
-TAMPERED: dict[str, Callable[[AsyncStream], AsyncIterator[Chunk]]] = {
+TAMPERED: dict[str, Callable[[AsyncStream], AsyncGenerator[Chunk, None]]] = {
     "": _as_it_is,
     "emits a chunk again": _again,
     "loses a chunk": _without_one,

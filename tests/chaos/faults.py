@@ -202,9 +202,9 @@ ON_SENTINELS: dict[str, tuple[int, Act]] = {"store fails over": (4, Faults.fail_
 KINDS = ON_ANY_STORE | ON_ONE_REDIS | ON_SENTINELS
 
 
-def drawn_faults(chance: random.Random, count: int, *, is_durable: bool) -> list[Fault]:
+def drawn_faults(chance: random.Random, count: int, longest_s: float, *, is_durable: bool) -> list[Fault]:
     """Return so many faults: each kind once, in any order, then as often as its weight says."""
     kinds = ON_ANY_STORE | (ON_SENTINELS if is_durable else ON_ONE_REDIS)
     names, weights = list(kinds), [weight for weight, _ in kinds.values()]
     drawn = chance.sample(names, min(count, len(names))) + chance.choices(names, weights, k=max(0, count - len(names)))
-    return [Fault(kind, chance.randrange(1 << 16), chance.uniform(0.3, 4.0)) for kind in drawn]
+    return [Fault(kind, chance.randrange(1 << 16), chance.uniform(0.3, longest_s)) for kind in drawn]

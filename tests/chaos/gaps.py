@@ -20,6 +20,7 @@ from tests.chaos.clients import Behaviour, Clients
 from tests.chaos.faults import Fault, Faults
 from tests.chaos.ledger import Ledger, Session, Text
 from tests.chaos.models import save_models
+from tests.chaos.processes import nursery
 from tests.chaos.report import gaps_s
 from tests.chaos.service import Models, Service, Size, running_service
 
@@ -113,13 +114,16 @@ async def measure(times: int, seed: int) -> bool:
     print(f"{'fault':<22}{'times':>6}{'waits':>7}{'median':>10}{'max':>10}{'limit':>8}{'median of max':>15}")
     with tempfile.TemporaryDirectory(prefix="specdec-gaps-") as name:
         models = Models(*await asyncio.to_thread(save_models, Path(name)))
-        async with running_service(Path(name), models, Size()) as service:
+        async with nursery() as forks, running_service(forks, Path(name), models, Size()) as service:
             for kind, (limit_s, _) in LIMITS_S.items():
                 waits = await waits_s(service, kind, times, chance)
                 is_within &= _print(kind, [wait_s for each in waits for wait_s in each], limit_s, times, waits)
         alone = Path(name) / "alone"
         alone.mkdir()
-        async with running_service(alone, models, Size(num_targets=1, num_drafts=0)) as service:
+        async with (
+            nursery() as forks,
+            running_service(forks, alone, models, Size(num_targets=1, num_drafts=0)) as service,
+        ):
             waits = [[wait_s] for wait_s in await returns_s(service, times)]
             is_within &= _print("only target returns", [wait_s for [wait_s] in waits], RETURN_LIMIT_S, times, waits)
     return is_within

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
@@ -15,6 +16,7 @@ NOISE = 0.02  # of weights with a deviation of 0.25: about half of the draft tok
 
 def save_models(folder: Path) -> tuple[Path, Path, Path]:
     """Save a target, its draft, and another target for mistakes; return their folders."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     target, other = (_long(build("llama", folder / name, seed=seed)) for name, seed in (("target", 0), ("other", 7)))
     draft = folder / "draft"
     model = AutoModelForCausalLM.from_pretrained(target)

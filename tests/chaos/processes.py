@@ -30,7 +30,8 @@ class Nursery:
     async def start(self, module: str, flags: Sequence[str], log: Path, mistake: str) -> int:
         """Start `python -m module FLAGS`, its output in a file; return the process's number."""
         number = next(self._numbers)
-        started = self._started[number] = asyncio.get_running_loop().create_future()
+        started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._started[number] = started
         order = {"number": number, "module": module, "flags": flags, "log": str(log), "mistake": mistake}
         assert self._process.stdin
         self._process.stdin.write(json.dumps(order).encode() + b"\n")

@@ -15,7 +15,8 @@ from tests.chaos.faults import Done, Fault, Faults, drawn_faults
 from tests.chaos.ledger import Ledger, Session, Text
 from tests.chaos.mistakes import OF_CLIENTS
 from tests.chaos.models import save_models
-from tests.chaos.service import Models, Service, Size, running_service
+from tests.chaos.processes import Nursery
+from tests.chaos.service import TTL_S, Models, Service, Size, running_service
 
 MAX_FAULTS_AT_ONCE = 3
 MAX_WAIT_S = 5.0  # for the next share of the work, until the next fault comes all the same
@@ -30,7 +31,7 @@ class Plan:
     seed: int
     num_at_once: int = 16  # sessions
     size: Size = field(default_factory=Size)
-    awaits_expiry: bool = False  # of all keys, at the end
+    longest_fault_s: float = 4.0
     mistake: str = ""
 
 
@@ -50,14 +51,14 @@ class Result:
         return [*self.ledger.violations, *self.left]
 
 
-async def run(plan: Plan) -> Result:
+async def run(plan: Plan, forks: Nursery) -> Result:
     """Run the service with sessions and faults. Raises AssertionError if it does not start."""
     chance = random.Random(plan.seed)
     with tempfile.TemporaryDirectory(prefix="specdec-chaos-") as name:
         folder = Path(name)
         models = Models(*await asyncio.to_thread(save_models, folder))
         mistake = "" if plan.mistake in OF_CLIENTS else plan.mistake
-        async with running_service(folder, models, plan.size, mistake) as service:
+        async with running_service(forks, folder, models, plan.size, mistake) as service:
             return await _disturbed(service, plan, chance)
 
 
@@ -66,7 +67,7 @@ async def _disturbed(service: Service, plan: Plan, chance: random.Random) -> Res
     sessions = [
         (Session(f"session {n}", chance.choice(texts)), drawn_behaviour(chance)) for n in range(plan.num_sessions)
     ]
-    planned = drawn_faults(chance, plan.num_faults, is_durable=plan.size.is_durable)
+    planned = drawn_faults(chance, plan.num_faults, plan.longest_fault_s, is_durable=plan.size.is_durable)
     ledger, begin_s = Ledger(), time.monotonic()
     faults, clients = (
         Faults(service, ledger),
@@ -80,7 +81,7 @@ async def _disturbed(service: Service, plan: Plan, chance: random.Random) -> Res
     for session, _ in sessions:
         await clients.compare(session)
     await clients.close()
-    left = await census(service, plan.size.ttl_s, awaits_expiry=plan.awaits_expiry)
+    left = await census(service, TTL_S)
     return Result(plan, ledger, faults.done, left, elapsed_s)
 
 

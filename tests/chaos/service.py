@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.client import AsyncClient
-from tests.chaos.processes import Nursery, Part, nursery
+from tests.chaos.processes import Nursery, Part
 from tests.support.proxy import Proxy, running_proxy
 from tests.support.redis_sentinel import NUM_REPLICAS, Failover, running_failover
 from tests.support.redis_server import RedisServer, running_redis
 
 KV_CACHE_BYTES = 8 << 20
-MIN_TTL_S = 10  # the least that a coordinator takes
+TTL_S = 3600
 PATIENCE_S = 15.0  # of coordinators, so that clients wait too
 
 
@@ -26,7 +26,6 @@ class Size:
     num_targets: int = 2
     num_drafts: int = 2
     is_durable: bool = False  # Sentinels and replicas instead of one Redis
-    ttl_s: int = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +103,13 @@ class Service:
 
 
 @asynccontextmanager
-async def running_service(folder: Path, models: Models, size: Size, mistake: str = "") -> AsyncIterator[Service]:
+async def running_service(
+    forks: Nursery, folder: Path, models: Models, size: Size, mistake: str = ""
+) -> AsyncIterator[Service]:
     """Run the service, by processes that make a mistake if one is named."""
     async with AsyncExitStack() as stack:
         store = stack.enter_context(running_store(folder / "snapshot", is_durable=size.is_durable))
         service = Service(store)
-        forks = await stack.enter_async_context(nursery())
         adder = _Adder(service, stack, forks, folder, mistake)
         for number in range(size.num_targets):
             model = models.other if mistake and "weights" in mistake and number else models.target
@@ -140,14 +140,14 @@ class _Adder:
         """Add a coordinator, with a proxy of its own to the store, and one between it and clients."""
         number, store = len(self._service.parts["coordinator"]) + 1, self._service.store
         if store.failover:
-            store_flags = ("--store", store.failover.url, "--store-replicas", str(NUM_REPLICAS))
+            store_flags: tuple[str, ...] = ("--store", store.failover.url, "--store-replicas", str(NUM_REPLICAS))
         else:
             store_flags = ("--store", (await self._link(f"store {number}", store.master.port)).url)
         addresses = {kind: self._addresses(kind) for kind in ("target", "draft")}
         flags = (
             *("--tokenizer", str(models.target), "--target", addresses["target"], "--draft", addresses["draft"]),
             *store_flags,
-            *("--session-ttl-s", str(size.ttl_s), "--drain-s", "0.5"),
+            *("--session-ttl-s", str(TTL_S), "--drain-s", "0.5"),
             *("--store-patience-s", str(PATIENCE_S), "--target-patience-s", str(PATIENCE_S)),
         )
         part = self._add("coordinator", "coordinator", flags)

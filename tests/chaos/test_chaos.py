@@ -1,9 +1,11 @@
 """A short run with every kind of fault breaks nothing, and each planted mistake is found."""
 
 import random
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+import pytest_asyncio
 
 from specdec.completion import Chunk, Completion, Finish, Usage
 from specdec.errors import DataLossError, UnavailableError
@@ -11,6 +13,7 @@ from specdec.types import FinishReason, SamplingParams, SpeculationParams, Stati
 from tests.chaos.faults import ON_ANY_STORE, ON_ONE_REDIS, ON_SENTINELS, Done, drawn_faults
 from tests.chaos.ledger import Ledger, Session, Text, View
 from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
+from tests.chaos.processes import Nursery, nursery
 from tests.chaos.report import gaps_s, report
 from tests.chaos.run import Plan, run
 from tests.chaos.service import Size
@@ -19,20 +22,29 @@ SMALL = Size(num_coordinators=2)
 ACCEPTED, RECOVERED, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED, TokenOrigin.BONUS
 
 
-async def test_no_fault_breaks_an_invariant() -> None:
-    result = await run(Plan(num_sessions=32, num_faults=12, seed=1, num_at_once=8, size=SMALL))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def forks() -> AsyncIterator[Nursery]:
+    """One process has imported all, and becomes the services of every run."""
+    async with nursery() as made:
+        yield made
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_fault_breaks_an_invariant(forks: Nursery) -> None:
+    plan = Plan(num_sessions=24, num_faults=10, seed=1, num_at_once=8, size=SMALL, longest_fault_s=1.5)
+    result = await run(plan, forks)
     assert not result.violations, report(result)
-    assert len(result.faults) == 12
-    assert len(result.ledger.sessions) == 32
+    assert len(result.faults) == 10
+    assert len(result.ledger.sessions) == 24
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mistake", [*filter(None, OF_PROCESSES), OF_CLIENTS[0]])
-async def test_mistakes_are_found(mistake: str) -> None:
+async def test_mistakes_are_found(forks: Nursery, mistake: str) -> None:
     """The controls: without them a run that finds nothing would prove nothing."""
     size = Size(num_coordinators=1, num_drafts=0)
-    result = await run(Plan(num_sessions=8, num_faults=0, seed=2, size=size, mistake=mistake))
-    assert result.violations, report(result)
-    assert "wrong 0" not in report(result)
+    result = await run(Plan(num_sessions=8, num_faults=0, seed=2, size=size, mistake=mistake), forks)
+    assert result.ledger.violations, report(result)
 
 
 # ---- the ledger
@@ -145,7 +157,7 @@ def test_gap_is_the_longest_wait_beside_a_fault() -> None:
 def test_every_kind_of_fault_is_drawn_before_any_comes_again() -> None:
 
     for is_durable, kinds in ((False, ON_ANY_STORE | ON_ONE_REDIS), (True, ON_ANY_STORE | ON_SENTINELS)):
-        faults = drawn_faults(random.Random(1), 200, is_durable=is_durable)
+        faults = drawn_faults(random.Random(1), 200, 4.0, is_durable=is_durable)
         assert {fault.kind for fault in faults[: len(kinds)]} == {fault.kind for fault in faults} == set(kinds)
-        assert faults == drawn_faults(random.Random(1), 200, is_durable=is_durable)
-        assert faults != drawn_faults(random.Random(2), 200, is_durable=is_durable)
+        assert faults == drawn_faults(random.Random(1), 200, 4.0, is_durable=is_durable)
+        assert faults != drawn_faults(random.Random(2), 200, 4.0, is_durable=is_durable)
