@@ -4,7 +4,7 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tests.chaos.ledger import Ledger
@@ -202,9 +202,14 @@ ON_SENTINELS: dict[str, tuple[int, Act]] = {"store fails over": (4, Faults.fail_
 KINDS = ON_ANY_STORE | ON_ONE_REDIS | ON_SENTINELS
 
 
-def drawn_faults(chance: random.Random, count: int, longest_s: float, *, is_durable: bool) -> list[Fault]:
-    """Return so many faults: each kind once, in any order, then as often as its weight says."""
+def kinds_of(*, is_durable: bool, only: Collection[str] = ()) -> list[str]:
+    """Return the kinds of fault that there are for a store; of these only some, if any are named."""
     kinds = ON_ANY_STORE | (ON_SENTINELS if is_durable else ON_ONE_REDIS)
-    names, weights = list(kinds), [weight for weight, _ in kinds.values()]
-    drawn = chance.sample(names, min(count, len(names))) + chance.choices(names, weights, k=max(0, count - len(names)))
+    return [kind for kind in kinds if not only or kind in only]
+
+
+def drawn_faults(chance: random.Random, count: int, longest_s: float, kinds: Sequence[str]) -> list[Fault]:
+    """Return so many faults: each kind once, in any order, then as often as its weight says."""
+    weights = [KINDS[kind][0] for kind in kinds]
+    drawn = chance.sample(kinds, min(count, len(kinds))) + chance.choices(kinds, weights, k=max(0, count - len(kinds)))
     return [Fault(kind, chance.randrange(1 << 16), chance.uniform(0.3, longest_s)) for kind in drawn]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.chaos.census import census
 from tests.chaos.clients import Behaviour, Clients, drawn_behaviour, drawn_texts, undisturbed
-from tests.chaos.faults import Done, Fault, Faults, drawn_faults
+from tests.chaos.faults import Done, Fault, Faults, drawn_faults, kinds_of
 from tests.chaos.ledger import Ledger, Session, Text
 from tests.chaos.mistakes import OF_CLIENTS
 from tests.chaos.models import save_models
@@ -32,6 +32,7 @@ class Plan:
     num_at_once: int = 16  # sessions
     size: Size = field(default_factory=Size)
     longest_fault_s: float = 4.0
+    only: tuple[str, ...] = ()  # kinds of fault; empty: all
     mistake: str = ""
 
 
@@ -67,7 +68,8 @@ async def _disturbed(service: Service, plan: Plan, chance: random.Random) -> Res
     sessions = [
         (Session(f"session {n}", chance.choice(texts)), drawn_behaviour(chance)) for n in range(plan.num_sessions)
     ]
-    planned = drawn_faults(chance, plan.num_faults, plan.longest_fault_s, is_durable=plan.size.is_durable)
+    kinds = kinds_of(is_durable=plan.size.is_durable, only=plan.only)
+    planned = drawn_faults(chance, plan.num_faults, plan.longest_fault_s, kinds)
     ledger, begin_s = Ledger(), time.monotonic()
     faults, clients = (
         Faults(service, ledger),

@@ -10,7 +10,7 @@ import pytest_asyncio
 from specdec.completion import Chunk, Completion, Finish, Usage
 from specdec.errors import DataLossError, UnavailableError
 from specdec.types import FinishReason, SamplingParams, SpeculationParams, Statistics, TokenOrigin
-from tests.chaos.faults import ON_ANY_STORE, ON_ONE_REDIS, ON_SENTINELS, Done, drawn_faults
+from tests.chaos.faults import Done, drawn_faults, kinds_of
 from tests.chaos.ledger import Ledger, Session, Text, View
 from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
 from tests.chaos.processes import Nursery, nursery
@@ -154,10 +154,15 @@ def test_gap_is_the_longest_wait_beside_a_fault() -> None:
     assert gaps_s(ledger, Done("x", 11.0, 12.0)) == []
 
 
-def test_every_kind_of_fault_is_drawn_before_any_comes_again() -> None:
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_every_kind_of_fault_is_drawn_before_any_comes_again(is_durable: bool) -> None:
+    kinds = kinds_of(is_durable=is_durable)
+    faults = drawn_faults(random.Random(1), 200, 4.0, kinds)
+    assert sorted(fault.kind for fault in faults[: len(kinds)]) == sorted(kinds)
+    assert faults == drawn_faults(random.Random(1), 200, 4.0, kinds)
+    assert faults != drawn_faults(random.Random(2), 200, 4.0, kinds)
 
-    for is_durable, kinds in ((False, ON_ANY_STORE | ON_ONE_REDIS), (True, ON_ANY_STORE | ON_SENTINELS)):
-        faults = drawn_faults(random.Random(1), 200, 4.0, is_durable=is_durable)
-        assert {fault.kind for fault in faults[: len(kinds)]} == {fault.kind for fault in faults} == set(kinds)
-        assert faults == drawn_faults(random.Random(1), 200, 4.0, is_durable=is_durable)
-        assert faults != drawn_faults(random.Random(2), 200, 4.0, is_durable=is_durable)
+
+def test_only_some_kinds_are_drawn() -> None:
+    assert kinds_of(is_durable=True, only=["store fails over", "store killed"]) == ["store fails over"]
+    assert kinds_of(is_durable=False, only=["store fails over"]) == []
