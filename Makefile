@@ -14,10 +14,15 @@ BENCH_ARGS ?=
 # how many worlds `make simulate` runs, and its options, such as --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
-# how many messages each phase of `make fuzz` sends, their seed, and its options, such as --phase
+# how many messages each phase of `make fuzz` sends, and its options, such as --phase
 MESSAGES ?= 20000
-SEED ?= 1
 FUZZ_ARGS ?=
+# what `make chaos` does to real processes, and its options, such as --sentinels and --at-once
+SESSIONS ?= 200
+FAULTS ?= 60
+CHAOS_ARGS ?=
+# of the random choices of `make fuzz` and `make chaos`
+SEED ?= 1
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -31,7 +36,7 @@ IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test simulate fuzz smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis protos lint format types test simulate fuzz chaos smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -95,6 +100,9 @@ simulate: setup ## Run the whole service in virtual time with faults, SEEDS=1000
 
 fuzz: setup ## Send MESSAGES=20000 hostile messages to each service, and as workers' answers; SEED=1
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --messages $(MESSAGES) --seed $(SEED) $(FUZZ_ARGS)
+
+chaos: setup ## Run real processes with faults, SESSIONS=200 FAULTS=60 SEED=1; print the gaps that clients saw
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --sessions $(SESSIONS) --faults $(FAULTS) --seed $(SEED) $(CHAOS_ARGS)
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness

@@ -49,7 +49,7 @@ def main() -> None:
 async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[None]:
     """Build the coordinator on a listening server; yield once the store and a target worker answered."""
     async with AsyncExitStack() as stack:
-        store = await stack.enter_async_context(_opened_store(settings))
+        store = await stack.enter_async_context(_opened_store(settings, server))
         folder = await in_background(lambda: tokenizer_folder(settings.tokenizer))
         tokenizer = load_tokenizer(str(folder))
         workers = await _opened_workers(settings, server, fingerprint(tokenizer), stack)
@@ -80,8 +80,8 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionStore]:
-    async with _store_address(settings) as address:
+async def _opened_store(settings: CoordinatorSettings, server: Server) -> AsyncIterator[SessionStore]:
+    async with _store_address(settings, server) as address:
         store = open_store(
             address,
             settings.session_ttl_s,
@@ -99,13 +99,13 @@ async def _opened_store(settings: CoordinatorSettings) -> AsyncIterator[SessionS
 
 
 @asynccontextmanager
-async def _store_address(settings: CoordinatorSettings) -> AsyncIterator[str]:
+async def _store_address(settings: CoordinatorSettings, server: Server) -> AsyncIterator[str]:
     """Yield where sessions are kept; the embedded store is started, where the machine has a redis-server."""
     if settings.store != "embedded":
         yield settings.store
     elif executable := redis_server():
         folder = store_folder(settings.state_dir)
-        async with private_redis(folder, executable) as address:
+        async with private_redis(folder, executable, server.fail) as address:
             get_logger().info("store", folder=str(folder))
             yield address
     else:

@@ -2,14 +2,14 @@
 
 It listens on a socket in its folder, where its append-only file is too. Every write is on the disk before it is
 answered. The server is killed when this process dies, and it holds the folder's lock until it has ended, so that the
-next one never writes beside it. A server that ends by itself is started again.
+next one never writes beside it. A server that ends by itself is started again, until it has done so too often.
 """
 
 import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from coordinator.stores.node import Node
 from coordinator.stores.opening import server_pool
 from specdec.retry import RetryPolicy
+from specdec.serving.restarts import Restarts
 from specdec.serving.state_folder import REMEDY, FolderInUse, FolderLock
 from specdec.serving.telemetry import get_logger
 
@@ -25,13 +26,18 @@ LOCK_PATIENCE_S = 5.0  # a predecessor that was killed has ended by then
 START_TIMEOUT_S = 300.0  # it reads the whole file first
 STOP_TIMEOUT_S = 10.0
 ASK_AGAIN_S = 0.02
-RESTART = RetryPolicy(first_s=0.1, maximum_s=10.0)
+RESTART = RetryPolicy(first_s=0.1, maximum_s=10.0)  # it starts at once, and every commit waits for it
 MAX_SOCKET_BYTES = 100  # the kernel's limit is 108, on some systems 104
 
 
 @asynccontextmanager
-async def private_redis(folder: Path, executable: str) -> AsyncIterator[str]:
-    """Run a server while the context lasts; yield its address. Raises ValueError, with one sentence, if it cannot."""
+async def private_redis(
+    folder: Path, executable: str, fail: Callable[[str], None], restarts: Restarts | None = None
+) -> AsyncIterator[str]:
+    """Run a server while the context lasts; yield its address. Raises ValueError, with one sentence, if it cannot.
+
+    `fail` is called, with one sentence, when it cannot be kept running.
+    """
     socket = folder / "redis.sock"
     if len(os.fsencode(socket)) > MAX_SOCKET_BYTES:
         raise ValueError(f"the state folder {folder} has too long a name for a socket in it; {REMEDY}")
@@ -39,12 +45,13 @@ async def private_redis(folder: Path, executable: str) -> AsyncIterator[str]:
     server = _Server(folder, socket, executable, lock)
     try:
         await server.start()
-        keeping = asyncio.create_task(server.keep_running(), name="embedded store")
+        keeping = server.keep_running(restarts or Restarts(policy=RESTART), fail)
+        task = asyncio.create_task(keeping, name="embedded store")
         try:
             yield f"unix://{socket}"
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
     finally:
         await server.stop()
         lock.release()
@@ -87,18 +94,21 @@ class _Server:
         except TimeoutError:
             raise ValueError(f"the embedded store does not get ready; see {self._log}, or {REMEDY}") from None
 
-    async def keep_running(self) -> None:
-        """Start it again whenever it ends."""
-        num_failures = 0
+    async def keep_running(self, restarts: Restarts, fail: Callable[[str], None]) -> None:
+        """Start it again whenever it ends, until it has ended too often."""
         while True:
             assert self._process is not None
+            if self._process.returncode is None:
+                restarts.ready()
             code = await self._process.wait()
-            num_failures += 1
-            get_logger().error("embedded_store_ended", exit_code=code, log=str(self._log))
-            await asyncio.sleep(RESTART.pause_s(num_failures, 0.0, 0.0) or 0.0)
+            pause_s = restarts.pause_s()
+            get_logger().error("embedded_store_ended", exit_code=code, log=str(self._log), restart_in_s=pause_s)
+            if pause_s is None:
+                fail(f"the embedded store ended {restarts.num_deaths} times in a row; see {self._log}, or {REMEDY}")
+                return
+            await asyncio.sleep(pause_s)
             with suppress(ValueError, OSError):
                 await self.start()
-                num_failures = 0
 
     async def stop(self) -> None:
         """End it; kill it if it does not end."""

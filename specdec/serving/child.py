@@ -13,6 +13,7 @@ import re
 import runpy
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from specdec.serving.tied import die_with
 
 MAX_LINE_BYTES = 1 << 20
+NUM_LAST_LINES = 5  # kept of what a service says
 # how long a pipe may outlive its process: its children may still hold it
 LAST_LINES_S = 0.5
 _GRPC_CHATTER = re.compile(
@@ -46,6 +48,7 @@ class Child:
         self.name = name
         self.pid = process.pid
         self.last_error_line = ""
+        self.last_lines: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = process
         self._on_line = on_line
@@ -111,6 +114,7 @@ class Child:
     def _note(self, entry: LogLine) -> None:
         if entry.get("event") == "listening" and not self.port.done():
             self.port.set_result(int(entry["port"]))
+        self.last_lines.append(format_event(entry) if "event" in entry else entry["text"])
         if entry.get("level") in ("error", "critical"):
             self.last_error_line = format_event(entry)
         elif entry.get("text", "").strip() and not _GRPC_CHATTER.match(entry["text"]):

@@ -796,38 +796,6 @@ async def test_no_child_survives_a_killed_parent(models: tuple[str, str]) -> Non
         await all_gone([*children.values()])
 
 
-@pytest.mark.parametrize(("module", "name"), [("target_service", "target worker"), ("coordinator", "coordinator")])
-async def test_one_dead_child_ends_the_others(models: tuple[str, str], module: str, name: str) -> None:
-    async with up("--target", models[0], "--draft", "ngram") as running:
-        await running.ready()
-        children = running.children
-        os.kill(children[module], signal.SIGKILL)
-        assert await running.ended() == 1
-        assert running.errors[-1] == f"specdec: the {name} was killed by SIGKILL\n"
-        await all_gone([*children.values()])
-
-
-async def test_dead_draft_worker_is_started_again(models: tuple[str, str]) -> None:
-    """Twice: a restarted worker is watched as the first one was."""
-    async with up("--target", models[0], "--draft", "ngram", "--dtype", "float32") as running:
-        address = await running.ready()
-        first = running.children
-        greedy = ["generate", "t5 t6 t7", "--address", address, "--temperature", "0", "--max-new-tokens", "8"]
-        before = await specdec(*greedy)
-        for number in (2, 3):
-            os.kill(running.children["draft_service"], signal.SIGKILL)
-            during = await specdec(*greedy)
-            assert (during.code, during.out) == (0, before.out)
-            await running.logged(r"draft worker\s+\| ready port=", times=number)
-        assert len(running.matching("draft_worker_lost cause=the draft worker was killed by SIGKILL")) == 2
-        last = running.children
-        assert {name for name in first if first[name] != last[name]} == {"draft_service"}
-        assert len(set(running.matching(r"draft worker\s+\| ready port="))) == 1  # always on the same port
-        running.process.send_signal(signal.SIGINT)
-        assert await running.ended() == 0
-        await all_gone([*last.values()])
-
-
 async def test_draft_worker_that_never_starts_ends_up(tmp_path: Path, models: tuple[str, str]) -> None:
     shutil.copytree(models[1], tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text("{}")

@@ -33,7 +33,8 @@ from coordinator.stores.scripts import LIBRARY, read_script
 from specdec.errors import AlreadyExistsError, DataLossError, FencedError, NotFoundError, SpecdecError, UnavailableError
 from specdec.exact.prefix import chain
 from specdec.types import FinishReason, Statistics, TokenLogprobs, TokenOrigin
-from tests.support.redis_server import Proxy, RedisServer, running_proxy, running_redis
+from tests.support.proxy import Proxy, running_proxy
+from tests.support.redis_server import RedisServer, running_redis
 
 TTL_S = 1000.0
 SESSION = "a-session"
@@ -95,7 +96,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[OpenStore]:
 
 @pytest.fixture
 async def proxy(redis_server: RedisServer, redis_url: str) -> AsyncIterator[Proxy]:
-    async with running_proxy(redis_server) as proxy:
+    async with running_proxy(redis_server.port) as proxy:
         yield proxy
 
 

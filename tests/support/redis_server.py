@@ -1,6 +1,5 @@
-"""A real redis-server for tests, and a proxy that drops or delays its replies or cuts connections."""
+"""A real redis-server for tests."""
 
-import asyncio
 import os
 import shutil
 import signal
@@ -8,14 +7,15 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import redis
 
 START_TIMEOUT_S = 60.0  # a limit for a hanging machine; it starts in milliseconds
 COMMAND = "redis-server"
+AOF_FOLDER = "appendonlydir"
 
 
 class RedisServer:
@@ -47,6 +47,15 @@ class RedisServer:
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)
+
+    def snapshot(self, folder: Path) -> None:
+        """Copy the append-only file as it is now; what is being written is left out by the next start."""
+        shutil.copytree(self._folder / AOF_FOLDER, folder)
+
+    def go_back(self, folder: Path) -> None:
+        """Replace the append-only file of a server that has ended by an older copy."""
+        shutil.rmtree(self._folder / AOF_FOLDER)
+        shutil.copytree(folder, self._folder / AOF_FOLDER)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -124,100 +133,3 @@ def running_redis(*, append_only: bool = False) -> Iterator[RedisServer]:
             yield server
         finally:
             server.kill()
-
-
-class Proxy:
-    """A TCP proxy to the server. Faults apply to the next replies only."""
-
-    def __init__(self, upstream_port: int) -> None:
-        self._upstream_port = upstream_port
-        self._open = asyncio.Event()
-        self._open.set()
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.num_to_lose = 0
-        self.num_lost = 0
-        self.held = asyncio.Event()  # set once a reply waits for `release`
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def lose_reply(self, count: int = 1) -> None:
-        """Let the server execute the next command, and cut the connection instead of forwarding the reply."""
-        self.num_to_lose = count
-
-    def hold(self) -> None:
-        """Delay replies until `release`."""
-        self.held.clear()
-        self._open.clear()
-
-    def release(self) -> None:
-        self._open.set()
-
-    def cut(self) -> None:
-        """Cut all connections."""
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one connection."""
-        task = asyncio.current_task()
-        assert task
-        self._tasks.add(task)
-        self._writers.add(writer)
-        with suppress(OSError, asyncio.CancelledError):
-            upstream = await asyncio.open_connection("127.0.0.1", self._upstream_port)
-            self._writers.add(upstream[1])
-            await _first_of(_carry(reader, upstream[1]), self._replies(upstream[0], writer))
-            upstream[1].transport.abort()
-        writer.transport.abort()
-        self._tasks.discard(task)
-
-    async def close(self) -> None:
-        self.cut()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _replies(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            if self.num_to_lose:
-                self.num_to_lose -= 1
-                self.num_lost += 1
-                return
-            if not self._open.is_set():
-                self.held.set()
-                await self._open.wait()
-            writer.write(data)
-            await writer.drain()
-
-
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-
-
-async def _first_of(*ways: object) -> None:
-    tasks = [asyncio.ensure_future(way) for way in ways]  # type: ignore[call-overload]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def running_proxy(server: RedisServer) -> AsyncIterator[Proxy]:
-    """Run a proxy to a server."""
-    proxy = Proxy(server.port)
-    listener = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-    proxy.port = listener.sockets[0].getsockname()[1]
-    try:
-        yield proxy
-    finally:
-        listener.close()
-        await proxy.close()

@@ -19,9 +19,9 @@ class Command:
     variables: Mapping[str, str] = field(default_factory=dict)  # what must not be on a command line
 
     @property
-    def is_draft(self) -> bool:
-        """Return whether this is a draft worker, without which the others can go on."""
-        return self.name.startswith("draft")
+    def kind(self) -> str:
+        """Return "coordinator", "target" or "draft"."""
+        return self.name.partition(" ")[0]
 
     def at_port(self, port: int) -> "Command":
         """Return the same service on a port that others know already; the last of two flags counts."""

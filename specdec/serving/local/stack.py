@@ -1,4 +1,4 @@
-"""The running services: started in order, watched, ended in order."""
+"""The running services: started in order, kept running, ended in order."""
 
 import asyncio
 import os
@@ -12,11 +12,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.channel import open_channel
 from specdec.client import AsyncClient
 from specdec.errors import SpecdecError
-from specdec.serving.child import Child, LogLine, OnLine
-from specdec.serving.local.commands import Command, coordinator_command, environment_of, worker_commands
+from specdec.serving.child import Child, OnLine
+from specdec.serving.local.commands import Command, coordinator_command, worker_commands
 from specdec.serving.local.options import CannotRun, Options
+from specdec.serving.local.part import Part
 from specdec.serving.local.preflight import check, notices
-from specdec.serving.local.restarts import Restarts
 from specdec.types import SamplingParams
 
 ASK_AGAIN_S = 0.1  # where a service was cut off while it was asked for its health
@@ -30,26 +30,29 @@ WorkerCommands = Callable[[Options, int], list[Command]]
 class Stack:
     """The services. Entering returns once a generation succeeded; leaving, however that happens, ends all of them.
 
-    `death` becomes the first child that ended by itself. After the start a draft worker that ends is started again
-    instead: the coordinator decodes without it. Raises CannotRun.
+    A service that ends by itself during the start ends the others; afterwards it is started again (`part.py`).
+    Raises CannotRun.
     """
 
     def __init__(self, options: Options, on_line: OnLine, commands: WorkerCommands) -> None:
         self.options = options
-        self._commands = commands
-        self.children: list[Child] = []
-        self.death: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
         self.port = options.port
+        self._commands = commands
         self._on_line = on_line
-        self._started = False
-        self._stopping = False
-        self._restarting: set[asyncio.Task[None]] = set()
+        self._parts: list[Part] = []
+        self._running: list[asyncio.Task[None]] = []  # one a part; ends where the part does for good
+        self._death: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()  # the first such end
 
     @property
     def address(self) -> str:
         """Return where clients on this machine find the coordinator."""
         host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(self.options.host, self.options.host)
         return f"{host}:{self.port}"
+
+    @property
+    def children(self) -> list[Child]:
+        """Return the process of each service, the last one where it was replaced."""
+        return [part.child for part in self._parts if part.child]
 
     async def __aenter__(self) -> Self:
         check(self.options, os.environ)
@@ -60,72 +63,53 @@ class Stack:
         except BaseException:
             await self.stop()
             raise
-        self._started = True
+        for part in self._parts:
+            part.is_kept = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def wait(self) -> None:
-        """Wait until a service that cannot be spared ends by itself, which raises CannotRun."""
+        """Wait until a service cannot be kept running, which raises CannotRun."""
         await self._unless_one_ends(asyncio.Event().wait())
 
     async def stop(self) -> None:
         """End the coordinator, then the workers."""
-        self._stopping = True
-        for task in self._restarting:
+        for task in self._running:
             task.cancel()
-        await asyncio.gather(*self._restarting, return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)
         patience_s = self.options.drain_s + 5.0
-        for child in [child for child in self.children if child.name == "coordinator"]:
-            await child.stop(patience_s)
-        await asyncio.gather(*(child.stop(patience_s) for child in self.children))
+        for part in self._parts:
+            if part.kind == "coordinator":
+                await part.stop(patience_s)
+        await asyncio.gather(*(part.stop(patience_s) for part in self._parts))
 
     def kill(self) -> None:
         """End everything, now."""
-        for child in self.children:
-            child.kill()
+        for part in self._parts:
+            part.kill()
 
     async def _start(self) -> None:
-        commands = self._commands(self.options, len(os.sched_getaffinity(0)))
-        workers = [await self._launch(command) for command in commands]
-        ports = [await child.port for child in workers]
-        services = ["Target" if command.name.startswith("target") else "Draft" for command in commands]
-        await asyncio.gather(*map(_serving, ports, services))
-        by_kind = {kind: [port for port, own in zip(ports, services, strict=True) if own == kind] for kind in services}
-        command = coordinator_command(self.options, by_kind["Target"], by_kind.get("Draft", []))
-        self.port = await (await self._launch(command)).port
+        workers = [self._launch(command) for command in self._commands(self.options, len(os.sched_getaffinity(0)))]
+        ports = {kind: [await part.port for part in workers if part.kind == kind] for kind in ("target", "draft")}
+        await asyncio.gather(*(_serving(part.port.result(), part.kind.capitalize()) for part in workers))
+        coordinator = self._launch(coordinator_command(self.options, ports["target"], ports["draft"]))
+        self.port = await coordinator.port
         await _serving(self.port, "Generation")
         await self._prove()
 
-    async def _launch(self, command: Command, restarts: Restarts | None = None) -> Child:
-        restarts = restarts or Restarts()
-        environment = environment_of(command, os.environ)
-        child = await Child.start(command.name, command.module, command.flags, environment, self._on_line)
-        child.ended.add_done_callback(lambda _: self._note_death(child, command, restarts))
-        self.children.append(child)
-        return child
+    def _launch(self, command: Command) -> Part:
+        part = Part(command, self._on_line)
+        self._parts.append(part)
+        task = asyncio.create_task(part.run(), name=f"part {part.name}")
+        task.add_done_callback(self._note_end)
+        self._running.append(task)
+        return part
 
-    def _note_death(self, child: Child, command: Command, restarts: Restarts) -> None:
-        if self._stopping:
-            return
-        if self._started and command.is_draft:
-            task = asyncio.create_task(self._restart(child, command, restarts), name=f"restart {child.name}")
-            self._restarting.add(task)
-            task.add_done_callback(self._restarting.discard)
-        elif not self.death.done():
-            self.death.set_result(child)
-
-    async def _restart(self, child: Child, command: Command, restarts: Restarts) -> None:
-        """Start a draft worker again after a pause, on its old port: the coordinator has the address."""
-        self.children.remove(child)
-        pause_s = restarts.pause_s()
-        self._on_line(child.name, _lost(child, pause_s))
-        await asyncio.sleep(pause_s)
-        restarts.started()
-        if child.port.done():
-            command = command.at_port(child.port.result())
-        await self._launch(command, restarts)
+    def _note_end(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and not self._death.done():
+            self._death.set_result(task.exception() or AssertionError("a part never ends without an error"))
 
     async def _prove(self) -> None:
         """Generate one token of token 0, which every vocabulary has."""
@@ -139,24 +123,13 @@ class Stack:
     async def _unless_one_ends(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([task, self.death], return_when=asyncio.FIRST_COMPLETED)
-            if self.death.done():
-                raise CannotRun(self.death.result().describe_end())
+            await asyncio.wait([task, self._death], return_when=asyncio.FIRST_COMPLETED)
+            if self._death.done():
+                raise self._death.result()
             await task
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-
-def _lost(child: Child, pause_s: float) -> LogLine:
-    """Return the log line of a draft worker that ended. An error, so that benchmarks print it too."""
-    return {
-        "event": "draft_worker_lost",
-        "level": "error",
-        "cause": child.describe_end(),
-        "effect": "generations go on without its drafts, slower",
-        "restart_in_s": round(pause_s, 1),
-    }
 
 
 def running(options: Options, on_line: OnLine, commands: WorkerCommands = worker_commands) -> Stack:

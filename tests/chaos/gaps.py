@@ -1,0 +1,149 @@
+"""How long clients wait when a part is lost or hangs: one fault at a time, under streams that never end.
+
+python -m tests.chaos.gaps --times 20
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from signal import SIGKILL
+from statistics import median
+
+from specdec.types import SamplingParams, SpeculationParams
+from tests.chaos.clients import Behaviour, Clients
+from tests.chaos.faults import Fault, Faults
+from tests.chaos.ledger import Ledger, Session, Text
+from tests.chaos.models import save_models
+from tests.chaos.processes import nursery
+from tests.chaos.report import gaps_s
+from tests.chaos.service import Models, Service, Size, running_service
+
+NUM_STREAMS = 6
+NUM_TOKENS = 400
+QUIET_S = 2.0  # between two faults
+HANG_S = 8.0  # longer than any limit
+# the limit of a client's wait in seconds, and how long the fault lasts; a process that is killed is away for a quarter
+LIMITS_S = {
+    "draft killed": (1.0, 2.0),
+    "draft stopped": (1.0, HANG_S),
+    "target killed": (2.0, 2.0),
+    "target stopped": (2.0, HANG_S),
+    "coordinator killed": (3.0, 2.0),
+    "coordinator stopped": (3.0, HANG_S),
+    "store killed": (5.0, 2.0),
+    "store stopped": (5.0, 1.0),
+}
+RETURN_LIMIT_S = 5.0
+TEXT = Text(
+    (1, 2, 3),
+    SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True),
+    SpeculationParams(num_draft_tokens=2, drafter="model"),
+)
+
+
+@asynccontextmanager
+async def streaming(service: Service, ledger: Ledger) -> AsyncIterator[None]:
+    """Keep streams running, each at a coordinator of its own choice."""
+    clients = Clients(service, ledger)
+
+    async def stream(number: int) -> None:
+        for count in range(1 << 30):
+            session = Session(f"stream {number} {count}", TEXT)
+            await clients.follow(session, Behaviour(number, None, 0.0, None, cancels=False))
+
+    running = [asyncio.create_task(stream(number)) for number in range(NUM_STREAMS)]
+    try:
+        yield
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await clients.close()
+
+
+async def waits_s(service: Service, kind: str, times: int, chance: random.Random) -> list[list[float]]:
+    """Make a fault so many times; return how long each client waited then, fault by fault."""
+    ledger, waits = Ledger(), []
+    async with streaming(service, ledger):
+        faults = Faults(service, ledger)
+        for _ in range(times):
+            await asyncio.sleep(QUIET_S * (1 + chance.random()))
+            await faults.make(Fault(kind, chance.randrange(1 << 16), LIMITS_S[kind][1]))
+            await _all_go_on(ledger)
+            waits.append(gaps_s(ledger, faults.done[-1]))
+    assert not ledger.violations, ledger.violations
+    return waits
+
+
+async def _all_go_on(ledger: Ledger) -> None:
+    """Return once every stream has brought something since now."""
+    begin_s = time.monotonic()
+
+    def is_waiting(session: Session) -> bool:
+        [view] = session.views
+        return view.end_s is None and (not view.arrivals_s or view.arrivals_s[-1] < begin_s)
+
+    while any(map(is_waiting, ledger.sessions)):
+        ledger.news.clear()
+        await ledger.news.wait()
+
+
+async def returns_s(service: Service, times: int) -> list[float]:
+    """Kill the only target so many times; return how long after it is ready again the first request is served."""
+    [target], waits = service.parts["target"], []
+    async with service.client(0, 120.0) as client:
+        for number in range(times):
+            await target.end(SIGKILL)
+            await asyncio.sleep(2.0)  # coordinators ask for it again at their longest pauses
+            await target.start()
+            begin_s = time.monotonic()
+            await client.complete(prompt_token_ids=[1, 2, 3 + number], temperature=0.0, max_new_tokens=1)
+            waits.append(time.monotonic() - begin_s)
+    return waits
+
+
+async def measure(times: int, seed: int) -> bool:
+    """Print a line for each kind of fault; return whether all were within their limits."""
+    chance, is_within = random.Random(seed), True
+    print(f"{'fault':<22}{'times':>6}{'waits':>7}{'median':>10}{'max':>10}{'limit':>8}{'median of max':>15}")
+    with tempfile.TemporaryDirectory(prefix="specdec-gaps-") as name:
+        models = Models(*await asyncio.to_thread(save_models, Path(name)))
+        async with nursery() as forks, running_service(forks, Path(name), models, Size()) as service:
+            for kind, (limit_s, _) in LIMITS_S.items():
+                waits = await waits_s(service, kind, times, chance)
+                is_within &= _print(kind, [wait_s for each in waits for wait_s in each], limit_s, times, waits)
+        alone = Path(name) / "alone"
+        alone.mkdir()
+        async with (
+            nursery() as forks,
+            running_service(forks, alone, models, Size(num_targets=1, num_drafts=0)) as service,
+        ):
+            waits = [[wait_s] for wait_s in await returns_s(service, times)]
+            is_within &= _print("only target returns", [wait_s for [wait_s] in waits], RETURN_LIMIT_S, times, waits)
+    return is_within
+
+
+def _print(kind: str, waits: list[float], limit_s: float, times: int, by_fault: list[list[float]]) -> bool:
+    longest = [max(each) for each in by_fault if each]
+    figures = f"{median(waits):>8.2f} s{max(waits):>8.2f} s{limit_s:>6.0f} s{median(longest):>13.2f} s"
+    print(f"{kind:<22}{times:>6}{len(waits):>7}{figures}", flush=True)
+    return max(waits) <= limit_s
+
+
+def main() -> None:
+    """Measure; exit with 1 if a wait was longer than its limit."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.gaps", description=__doc__.splitlines()[0])
+    parser.add_argument("--times", type=int, default=20, help="faults of each kind (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="decides when and where (default: %(default)s)")
+    flags = parser.parse_args()
+    sys.exit(not asyncio.run(measure(flags.times, flags.seed)))
+
+
+if __name__ == "__main__":
+    main()
