@@ -58,6 +58,8 @@ class Cluster:
     stores: list[SimulatedRedis]
     step_s: float = 0.005  # of a model's forward
     num_blocks: int = 1000  # of a worker's cache
+    prefill_chunk_tokens: int = 256  # of a prompt, in a forward
+    score_timeout_s: float = SCORE_TIMEOUT_S
     has_drafts: bool = True
     num_replicas: int = 0  # of each store, and that a commit waits for
     processes: dict[str, Process] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class Cluster:
             server = network.serve(address, process)
             targets = target_watch(network.resolver("target"), network.channel, outside)
             drafts = draft_watch(network.resolver("draft"), network.channel, outside)
-            target = TargetWorkers(targets.pool, SCORE_TIMEOUT_S, TARGET_PATIENCE_S, outside)
+            target = TargetWorkers(targets.pool, self.score_timeout_s, TARGET_PATIENCE_S, outside)
             draft = DraftWorkers(drafts.pool, DRAFT_TIMEOUT_S, outside) if self.has_drafts else None
             workers = Workers(target, draft, WorkerCapabilities(target, draft, TOKENIZER))
             self.pools[process.name] = [targets.pool, drafts.pool]
@@ -160,7 +162,7 @@ class Cluster:
             return self.random.uniform(0.5, 1.5) * self.step_s * process.slowness
 
         self.models[process.name] = model
-        return InlineEngine(model, processor, step_s, self.outside)
+        return InlineEngine(model, processor, step_s, self.outside, self.prefill_chunk_tokens)
 
 
 async def _answering(store: SessionStore) -> None:

@@ -22,7 +22,7 @@ OnScored = Callable[[str, tuple[int, ...]], None]
 
 VOCAB_SIZE = 8
 NUM_STATES = 61
-CONTEXT_LENGTH = 96
+CONTEXT_LENGTH = 1024
 BLOCK_TOKENS = 4
 TOKENIZER = "toy tokenizer"
 
@@ -87,6 +87,7 @@ class ToyLanguageModel:
         self.text = text
         self._on_scored = on_scored
         self.cache = KvCache(ToyPool(num_blocks))
+        self.num_fed = 0  # tokens, of all sessions
 
     def check(self, feed: Feed) -> None:
         """Raise EngineError for tokens that do not exist."""
@@ -102,6 +103,7 @@ class ToyLanguageModel:
     def _states(self, feed: Feed) -> list[int]:
         """Return the states at the last rows of a feed."""
         feed.sequence.append(feed.tokens, feed.parents)
+        self.num_fed += len(feed.tokens)
         tokens = list(feed.sequence.tokens)
         if feed.num_rows:
             self._on_scored(feed.sequence.key, tuple(tokens[: feed.sequence.num_committed]))
@@ -118,8 +120,15 @@ class ToyLanguageModel:
 class InlineEngine(EngineLoop[TaskT]):
     """The engine loop, its steps on the event loop in virtual time instead of on a thread."""
 
-    def __init__(self, model: ToyLanguageModel, processor: Any, step_s: Callable[[], float], outside: Outside) -> None:
-        super().__init__(model, processor, outside=outside)
+    def __init__(
+        self,
+        model: ToyLanguageModel,
+        processor: Any,
+        step_s: Callable[[], float],
+        outside: Outside,
+        prefill_chunk_tokens: int,
+    ) -> None:
+        super().__init__(model, processor, prefill_chunk_tokens=prefill_chunk_tokens, outside=outside)
         self._step_s = step_s
         self._pumping: asyncio.TimerHandle | None = None
         self._thread = _NoThread()  # type: ignore[assignment]

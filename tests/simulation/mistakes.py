@@ -358,15 +358,6 @@ MISTAKES = [
         hole="H9",
     ),
     Mistake(
-        "a commit does not renew the lease",
-        "commit.lua",
-        "renew_lease(KEYS[1], ARGV[12])",
-        "",
-        0,
-        frozenset({"slow down"}),
-        hole="H9",
-    ),
-    Mistake(
         "a former owner releases its successor's lease",
         "release.lua",
         "if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then",

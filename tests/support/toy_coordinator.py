@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from coordinator.detached import DetachedRule
 from coordinator.draft import OfferedDrafter
 from coordinator.followed import Ending
 from coordinator.generation import CommittedChunk
@@ -125,16 +126,26 @@ class ToyCapabilities:
 class ToyCoordinator(Coordinator):
     """A coordinator with toy workers over a store; two of them may share the store."""
 
-    def __init__(self, store: SessionStore, maximum: int = 8, quotas: Callable[[], Quotas] = Quotas) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        maximum: int = 8,
+        detached: DetachedRule = DetachedRule(),  # noqa: B008  # frozen
+        quotas: Callable[[], Quotas] = Quotas,
+    ) -> None:
         self.store, self.running, self.toys = store, RunningGenerations(maximum), ToyWorkers()
         workers: Any = Workers(self.toys, self.toys, ToyCapabilities())  # type: ignore[arg-type]
         vocabulary = {f"t{token}": token for token in range(VOCAB_SIZE)}
         prompts = Prompts(Tokenizer(WordLevel(vocabulary, unk_token="t0")), None)
-        super().__init__(workers, prompts, store, self.running, RequestLimits(LENGTH, 8), quotas=quotas)
+        limits = RequestLimits(LENGTH, 8)
+        super().__init__(workers, prompts, store, self.running, limits, detached=detached, quotas=quotas)
 
-    async def create(self, session_id: str) -> None:
+    async def create(self, session_id: str, when_detached: int = 0) -> None:
         """Create a session that drafts three tokens a round."""
-        request = generation_pb2.GenerateRequest(sampling=messages.sampling_to_proto(SAMPLING))
+        request = generation_pb2.GenerateRequest(
+            sampling=messages.sampling_to_proto(SAMPLING),
+            when_detached=generation_pb2.DetachedPolicy.ValueType(when_detached),
+        )
         request.speculation.num_draft_tokens = 3
         await self.store.create(session_id, b"", request.SerializeToString(), EncodedPrompt(PROMPT, chain(b"", PROMPT)))
 
