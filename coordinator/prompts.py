@@ -27,8 +27,13 @@ MAX_ROLE_CHARACTERS = 64
 INLINE_BYTES = 2048  # encoded in about a millisecond: too short for a thread to pay off
 MAX_BYTES_IN_FLIGHT = 16 << 20  # of long prompts, waiting ones included
 NUM_THREADS = 2
+LARGE_BYTES = (
+    256 << 10
+)  # of these one is encoded at a time: it takes up to 90 bytes a character, and nobody waits behind
 # a text of more characters a token than this is counted before it is encoded: an encoding takes 200 bytes a character
 MAX_CHARACTERS_PER_TOKEN = 4
+# no text that somebody would write has fewer tokens; one that long is refused, as encoding it may take a gigabyte
+MAX_TEXT_CHARACTERS_PER_TOKEN = 16
 PIECE_CHARACTERS = 1 << 16
 PIECE_SLACK_TOKENS = 16  # that cutting a text can add
 DIGEST_PIECE_TOKENS = 512  # after so many tokens the event loop may run
@@ -60,10 +65,12 @@ class Prompts:
         self._max_bytes_in_flight = max_bytes_in_flight
         self.bytes_in_flight = 0  # of long prompts, waiting ones included
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prompt")
+        self._large_thread = ThreadPoolExecutor(1, thread_name_prefix="large prompt")
 
     def close(self) -> None:
         """Drop the work that waits for a thread."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._large_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, request: generation_pb2.GenerateRequest, model: ModelInfo) -> EncodedPrompt:
         """Return the prompt's tokens.
@@ -76,12 +83,11 @@ class Prompts:
             size = TOKEN_BYTES * len(request.tokens.ids)
             return await self._run(size, lambda: _with_digest(request.tokens.ids))
         if kind == "text":
-            size = len(request.text.encode())
-            self._check_size("text", size, model)
-            return await self._run(size, lambda: self._encoded(request.text, model, special=True))
+            text = request.text  # a copy each time
+            self._check_size("text", text, model)
+            return await self._run(len(text.encode()), lambda: self._encoded(text, model, special=True))
         if kind == "chat":
-            size = _chat_size(request.chat)
-            return await self._run(size, lambda: self._encoded(self._render(request.chat), model, special=False))
+            return await self._run(_chat_size(request.chat), lambda: self._encoded_chat(request.chat, model))
         raise InvalidArgumentError({"prompt": "is missing; set one of text, tokens, chat"})
 
     def _check_tokens(self, tokens: Sequence[int], model: ModelInfo) -> None:
@@ -90,8 +96,15 @@ class Prompts:
         check_length(len(tokens), model)
         messages.check_tokens(tokens, model.vocab_size, "tokens.ids")
 
-    def _check_size(self, field: str, num_bytes: int, model: ModelInfo) -> None:
-        """Raise InvalidArgumentError for a text that no tokens of a context can hold."""
+    def _check_size(self, field: str, text: str, model: ModelInfo) -> None:
+        """Raise InvalidArgumentError for a text that no tokens of a context can hold, or that has too few for it."""
+        most = MAX_TEXT_CHARACTERS_PER_TOKEN * model.context_length
+        if len(text) > max(most, INLINE_BYTES):
+            problem = (
+                f"has {len(text)} characters; the maximum is {most}, {MAX_TEXT_CHARACTERS_PER_TOKEN} for each token"
+            )
+            raise InvalidArgumentError({field: f"{problem} of the model's context"})
+        num_bytes = len(text.encode())
         maximum = min(MAX_PROMPT_BYTES, self._max_token_bytes * model.context_length)
         if num_bytes > maximum:
             problem = f"has {num_bytes} bytes; the maximum is {maximum}"
@@ -105,7 +118,7 @@ class Prompts:
             problem = f"{self.bytes_in_flight} bytes of long prompts are being encoded already"
             raise OverloadedError(f"{problem}; try again soon", limit="prompts")
         self.bytes_in_flight += num_bytes
-        future = self._threads.submit(work)
+        future = (self._large_thread if num_bytes > LARGE_BYTES else self._threads).submit(work)
         loop = asyncio.get_running_loop()
 
         def release(_: "Future[T]") -> None:
@@ -126,6 +139,11 @@ class Prompts:
             raise InvalidArgumentError({"text": "is empty; give at least one token to continue"})
         check_length(len(encoding.ids), model)
         return _with_digest(encoding.ids)
+
+    def _encoded_chat(self, chat: generation_pb2.ChatPrompt, model: ModelInfo) -> EncodedPrompt:
+        text = self._render(chat)
+        self._check_size("chat", text, model)
+        return self._encoded(text, model, special=False)
 
     def _check_count(self, text: str, model: ModelInfo) -> None:
         """Raise InvalidArgumentError for a text that is known to be too long without encoding all of it."""

@@ -88,15 +88,11 @@ def _wrapped(handler: Any, gate: Gate, calls: RunningCalls) -> Any:
     It takes a stream of messages also where there is one: for a call that ends without its message grpc would neither
     call a handler nor end the call.
     """
-    behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
-    parse = handler.request_deserializer or bytes
 
     async def call(requests: Any, context: Any) -> None:
         try:
             async with calls.during(await gate.admit(context)):
-                parsed = _parsed(requests, parse)
-                answer = behavior(parsed if handler.request_streaming else await _only(parsed), context)
-                await _answered(answer, context, is_stream=handler.response_streaming)
+                await _served(handler, requests, context)
                 return
         except SpecdecError as error:
             failure = error
@@ -112,15 +108,24 @@ def _wrapped(handler: Any, gate: Gate, calls: RunningCalls) -> Any:
     return grpc.stream_stream_rpc_method_handler(call, bytes, handler.response_serializer)
 
 
-async def _answered(answer: Any, context: Any, is_stream: bool) -> None:
-    """Write the answer of a handler that does not do so itself, or all of one that yields, as reflection does."""
+async def _served(handler: Any, requests: AsyncIterator[bytes], context: Any) -> None:
+    """Call a handler; write the answer of one that does not write itself, or all of one that yields (reflection).
+
+    It keeps no message: one may have megabytes, and the call may take minutes.
+    """
+    behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
+    parse = handler.request_deserializer or bytes
+    if handler.request_streaming:
+        answer = behavior(_parsed_stream(requests, parse), context)
+    else:
+        answer = behavior(_parsed(await _only(requests), parse), context)
     if hasattr(answer, "__aiter__"):
         async for message in answer:
             await context.write(message)
+    elif handler.response_streaming:
+        await answer
     else:
-        message = await answer
-        if not is_stream:
-            await context.write(message)
+        await context.write(await answer)
 
 
 def _where(error: BaseException) -> str:
@@ -131,17 +136,21 @@ def _where(error: BaseException) -> str:
     return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "unknown"
 
 
-async def _parsed(requests: AsyncIterator[Any], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
-    """Yield the requests; raise InvalidArgumentError for one that cannot be parsed."""
+def _parsed(request: bytes, parse: Callable[[bytes], Any]) -> Any:
+    """Return the request; raise InvalidArgumentError for one that cannot be parsed."""
+    try:
+        return parse(request)
+    except DecodeError:
+        problem = "is not a valid message; check field types and that strings are UTF-8"
+        raise InvalidArgumentError({"request": problem}) from None
+
+
+async def _parsed_stream(requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        try:
-            yield parse(request)
-        except DecodeError:
-            problem = "is not a valid message; check field types and that strings are UTF-8"
-            raise InvalidArgumentError({"request": problem}) from None
+        yield _parsed(request, parse)
 
 
-async def _only(requests: AsyncIterator[Any]) -> Any:
+async def _only(requests: AsyncIterator[bytes]) -> bytes:
     """Return the message of a call that has one. Raises InvalidArgumentError."""
     async for request in requests:
         return request

@@ -2,9 +2,12 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 import tempfile
 from pathlib import Path
+
+import structlog
 
 from tests.fuzz.leavers import leave_often
 from tests.fuzz.phases import PHASES
@@ -17,6 +20,8 @@ MAX_LEAVING = 2000  # clients: each is a whole session
 def main() -> None:
     """Run the phases; exit with 1 if anything was wrong."""
     options = _options()
+    # of the services that run in this process: a phase's report says what matters
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     with tempfile.TemporaryDirectory(prefix="specdec-fuzz-") as folder:
         sys.exit(asyncio.run(_run(Path(folder), options)))
 

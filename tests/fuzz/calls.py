@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from specdec.channel import open_channel
-from tests.fuzz.mutation import mutated
+from tests.fuzz.mutation import all_mutated
 from tests.fuzz.scripts import Leaving, Script, Seen
 
 NUM_CALLERS = 8
@@ -62,7 +62,7 @@ async def _call_often(
                 if endings.num_messages >= num_messages:
                     return
                 script = make(rng, seen)
-                sent = [mutated(rng, message) for message in script.messages]
+                sent = all_mutated(rng, script.messages)
                 endings.num_messages += len(sent)
                 endings.note(script, sent, *await _call(channel, script, sent, seen))
 
