@@ -20,7 +20,7 @@ async def guarded_coordinator(**settings: object) -> AsyncIterator[tuple[ToyCoor
     """Serve a toy coordinator with these settings; yield it, its server and its address."""
     own = CoordinatorSettings.model_validate({"tokenizer": "none", "port": 0, "drain_s": 0} | settings)
     store = open_store("memory", 1000.0)
-    coordinator = ToyCoordinator(store, own.max_sessions, watched_quotas(own.quotas_file))
+    coordinator = ToyCoordinator(store, own.max_sessions, quotas=watched_quotas(own.quotas_file))
 
     @asynccontextmanager
     async def built(server: Server) -> AsyncIterator[None]:
