@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -21,8 +22,9 @@ from tests.simulation.store import Replica, SimulatedRedis, wall_clock_s
 MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
 MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
 FOREVER = ("capabilities", "heartbeats", "target pool", "draft pool")  # tasks of every coordinator
-PATIENCE = 20  # looks at what is left, half a second apart
-QUIET_S = KEEPALIVE_S[1] + 5.0  # after the last client: what was silently lost has been noticed
+QUIET_S = 5.0  # after the last client: what was late has arrived
+NOTICED_S = KEEPALIVE_S[1] + 10.0  # after that: what was silently lost has been noticed, and what ended by itself is over
+LOOK_S = 0.5  # between two looks at what is left
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ def run_world(seed: int, hazards: frozenset[str] = frozenset()) -> Outcome:
             _end_tasks(loop)
         loop.set_exception_handler(lambda _, __: None)
         loop.close()
+    trace.now_s = partial(float, loop.time())  # an outcome may go to another process, which has no loop
     endings = ", ".join(f"{count} {name}" for name, count in sorted(ledger.endings.items()))
     return Outcome(
         seed, hazards, tuple(ledger.violations), trace, endings, ledger.went_back(), loop.time(), loop.num_steps
@@ -143,11 +146,11 @@ class World:
 
     async def _take_census(self) -> None:
         """Nothing may be left but what runs for ever, and what ends by itself in some seconds."""
-        for _ in range(PATIENCE):
+        for _ in range(int(NOTICED_S / LOOK_S)):
             left = self._left()
             if not left:
                 return
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(LOOK_S)
         for what in left:
             self._ledger.violated(f"in the end {what}")
 
