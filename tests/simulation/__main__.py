@@ -13,13 +13,17 @@ from tests.simulation.faults import FAULTS, HAZARDS, SETTINGS
 from tests.simulation.report import report, summary
 from tests.simulation.world import Outcome, run_world
 
+CHUNK = 8  # worlds that a process takes at once
+
 
 def main() -> None:
     """Run seeds; exit with 1 after the first that breaks an invariant, unless all are asked for."""
     options = _options()
     hazards = frozenset(options.hazard)
     began_s, failed, went_back = time.perf_counter(), list[Outcome](), Counter[str]()
-    for count, outcome in enumerate(_outcomes(options, hazards), 1):
+    num_worlds = 0
+    for outcome in _outcomes(options, hazards):
+        num_worlds += 1
         went_back.update(outcome.went_back)
         if options.verbose or outcome.violations:
             print((summary if options.keep_going and not options.verbose else report)(outcome), flush=True)
@@ -29,7 +33,8 @@ def main() -> None:
                 break
     elapsed_s = time.perf_counter() - began_s
     print(
-        f"{count} seeds from {options.first}: {len(failed)} broke an invariant; {count / elapsed_s:.1f} seeds a second"
+        f"{num_worlds} seeds from {options.first}: {len(failed)} broke an invariant;"
+        f" {num_worlds / elapsed_s:.1f} seeds a second"
     )
     print(
         f"of {went_back.total()} sessions of which the store lost what was shown {went_back['healed']} were healed,"
@@ -42,11 +47,12 @@ def _outcomes(options: argparse.Namespace, hazards: frozenset[str]) -> Iterator[
     """Run the worlds on several processes; yield what became of them in the order of their seeds."""
     seeds = range(options.first, options.first + options.seeds)
     run = partial(run_world, hazards=hazards)
-    if options.jobs == 1:
+    jobs = min(options.jobs, len(seeds) // CHUNK)
+    if jobs <= 1:
         yield from map(run, seeds)
         return
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        yield from pool.imap(run, seeds, chunksize=4)
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap(run, seeds, chunksize=CHUNK)
 
 
 def _options() -> argparse.Namespace:

@@ -137,7 +137,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _run_once(self) -> None:
         """Run callbacks until the loop is to stop; called by `run_forever`."""
         ready, timers = self.ready, self._timers
-        while not self._stopping:
+        while not self._stopping:  # type: ignore[attr-defined]
             if timers and timers[0][0] <= self._now_s:
                 self._wake_due()
             if not ready:

@@ -23,7 +23,9 @@ MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
 MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
 FOREVER = ("capabilities", "heartbeats", "target pool", "draft pool")  # tasks of every coordinator
 QUIET_S = 5.0  # after the last client: what was late has arrived
-NOTICED_S = KEEPALIVE_S[1] + 10.0  # after that: what was silently lost has been noticed, and what ended by itself is over
+NOTICED_S = (
+    KEEPALIVE_S[1] + 10.0
+)  # after that: what was silently lost has been noticed, and what ended by itself is over
 LOOK_S = 0.5  # between two looks at what is left
 
 
@@ -146,11 +148,11 @@ class World:
 
     async def _take_census(self) -> None:
         """Nothing may be left but what runs for ever, and what ends by itself in some seconds."""
-        for _ in range(int(NOTICED_S / LOOK_S)):
+        for _ in range(PATIENCE):
             left = self._left()
             if not left:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(0.5)
         for what in left:
             self._ledger.violated(f"in the end {what}")
 
