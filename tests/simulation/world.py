@@ -22,11 +22,8 @@ from tests.simulation.store import Replica, SimulatedRedis, wall_clock_s
 MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
 MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
 FOREVER = ("capabilities", "heartbeats", "target pool", "draft pool")  # tasks of every coordinator
-QUIET_S = 5.0  # after the last client: what was late has arrived
-NOTICED_S = (
-    KEEPALIVE_S[1] + 10.0
-)  # after that: what was silently lost has been noticed, and what ended by itself is over
-LOOK_S = 0.5  # between two looks at what is left
+PATIENCE = 20  # looks at what is left, half a second apart
+QUIET_S = KEEPALIVE_S[1] + 5.0  # after the last client: what was silently lost has been noticed
 
 
 @dataclass(frozen=True, slots=True)
