@@ -86,9 +86,9 @@ class Ledger:
 
     # ---- the store
 
-    def store_changed(self, store: SimulatedRedis, session_ids: Sequence[str]) -> None:
-        """Check the sessions that a command has changed."""
-        for session_id in session_ids:
+    def store_changed(self, store: SimulatedRedis) -> None:
+        """Check what a command may have changed."""
+        for session_id in store.session_ids():
             self._check(self.logs[store.name, session_id], store, session_id)
 
     def store_lost(self, store: SimulatedRedis) -> None:

@@ -1,33 +1,38 @@
-"""The simulated Redis: the real Lua, behind connections that lose and delay what crosses them.
+"""The simulated Redis: the real Lua through fakeredis, behind a connection that loses and delays what crosses it.
 
 A command is executed when its request arrives, also if its sender has given up or died by then, as a real server does
 with what is in its socket.
 """
 
 import asyncio
+import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import fakeredis._helpers
+import fakeredis._socket._base
+from fakeredis import FakeServer
+from fakeredis._clients._async import FakeAsyncRedisConnection
+from redis.asyncio import ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from coordinator.session_ids import SECRET_BYTES
 from coordinator.stores.client import WAIT_TIMEOUT_MS
-from coordinator.stores.node import MAX_CALLS, SOCKET_TIMEOUT_S, Command, Node
+from coordinator.stores.node import MAX_CALLS, SOCKET_TIMEOUT_S, Node
 from coordinator.stores.routes import FixedRoute
 from tests.simulation.loop import CURRENT, outside_of_processes, virtual_loop
-from tests.simulation.lua_redis import Contents, LuaRedis
 
 LATE_SHARE = 0.003
 SECRET = bytes(SECRET_BYTES)  # of all stores: worlds are the same again
 WALL_CLOCK_S = 1_700_000_000.0  # when worlds begin
-
-
-def wall_clock_s() -> float:
-    """Return what a clock says that is right."""
-    return WALL_CLOCK_S + virtual_loop().time()
 
 
 @dataclass(slots=True)
@@ -37,36 +42,36 @@ class SimulatedRedis:
     random: random.Random
     name: str = "store"
     delay_s: float = 0.0005
+    server: FakeServer = field(default_factory=lambda: FakeServer(version=(7,)))
     is_up: bool = True
     paused_until_s: float = 0.0
     lost_requests: float = 0.0  # shares, while a fault lasts
     lost_replies: float = 0.0
-    on_change: Callable[["SimulatedRedis", list[str]], None] = lambda store, session_ids: None
-    now_s: Callable[[], float] = wall_clock_s
+    on_change: Callable[["SimulatedRedis"], None] = lambda store: None
     generation: int = 0  # how often it was restarted; older connections are broken
     replica: "Replica | None" = None
     num_executed: int = 0
-    redis: LuaRedis = field(init=False)
-    _snapshots: list[Contents] = field(default_factory=list)
+    _snapshots: list[dict[bytes, Any]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.redis = LuaRedis(self.now_s)
+    @property
+    def contents(self) -> dict[bytes, Any]:
+        """All keys with their items, for reading."""
+        return self.server.dbs[0]._dict
 
     def session_ids(self) -> list[str]:
         """Return the sessions that it holds."""
-        return [_session_id(key) for key in self.redis.values if key.endswith(b":meta")]
+        metas = [key.decode() for key in self.contents if key.endswith(b":meta")]
+        return [key.partition("{")[2].partition("}")[0] for key in metas]
 
     def meta(self, session_id: str) -> dict[bytes, bytes]:
         """Return a session's fields."""
-        fields = self.redis.values[f"specdec:{{{session_id}}}:meta".encode()]
-        assert isinstance(fields, dict)
+        fields: dict[bytes, bytes] = self.contents[f"specdec:{{{session_id}}}:meta".encode()].value._values
         return fields
 
     def tokens(self, session_id: str) -> bytes:
         """Return a session's packed tokens, prompt included."""
-        packed = self.redis.values.get(f"specdec:{{{session_id}}}:tokens".encode(), b"")
-        assert isinstance(packed, bytes)
-        return packed
+        item = self.contents.get(f"specdec:{{{session_id}}}:tokens".encode())
+        return bytes(item.value) if item else b""
 
     def delay(self) -> float:
         """Draw how long a message takes: seldom so long that its sender has given up by then."""
@@ -74,46 +79,53 @@ class SimulatedRedis:
             return self.random.uniform(0, 2 * SOCKET_TIMEOUT_S)
         return self.random.expovariate(1.0 / self.delay_s)
 
-    def execute(self, commands: Sequence[Command]) -> list[Any]:
-        """Execute commands of one request; return the replies, and tell of the sessions that they changed."""
-        replies = [None if command[0] == "WAIT" else self.redis.execute(command) for command in commands]
-        self.num_executed += 1
-        if self.replica:
-            self.replica.follow(self)
-        if changed := self.redis.changed:
-            held = dict.fromkeys(_session_id(key) for key in changed if key.startswith(b"specdec:{"))
-            changed.clear()
-            self.on_change(self, [name for name in held if f"specdec:{{{name}}}:meta".encode() in self.redis.values])
-        return replies
-
     def keep_snapshot(self) -> None:
         """Remember the contents, as Redis does on its disk from time to time."""
-        self._snapshots.append(self.redis.copy())
+        self._snapshots.append(copy.deepcopy(self.contents))
 
     def roll_back(self) -> None:
         """Restart with the contents of the last snapshot."""
         self.restart()
-        self.redis.replace(self._snapshots[-1] if self._snapshots else {})
+        self._replace(self._snapshots[-1] if self._snapshots else {})
 
     def fail_over(self) -> None:
         """Let the replica take the master's place: with what it has."""
         assert self.replica
         self.restart()
-        self.redis.replace(self.replica.contents)
+        self._replace(self.replica.contents)
 
     def lose_everything(self) -> None:
         """Restart empty."""
         self.restart()
-        self.redis.replace({})
+        self._replace({})
 
     def restart(self) -> None:
         """Break all connections, and forget the scripts; the contents stay."""
         self.generation += 1
-        self.redis.forget_scripts()
+        self.server.script_cache.clear()
+
+    async def touch(self) -> None:
+        """Let keys expire whose time has come."""
+        database = self.server.dbs[0]
+        database.time = vars(fakeredis._helpers)["time"].time()
+        len(database)
+
+    def _replace(self, contents: dict[bytes, Any]) -> None:
+        self.contents.clear()
+        for key, item in copy.deepcopy(contents).items():
+            self.server.dbs[0][key] = item
 
     def route(self) -> FixedRoute:
-        """Return the way to it."""
-        pool: Any = SimulatedPool(self)
+        """Return the way to it, as production makes it."""
+        pool = ConnectionPool(
+            connection_class=SimulatedConnection,
+            simulated=self,
+            server=self.server,
+            version=(7,),
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+            max_connections=MAX_CALLS,
+        )
         return FixedRoute(Node(pool))
 
 
@@ -121,13 +133,13 @@ class SimulatedRedis:
 class Replica:
     """A copy of a store that lags behind it, and what WAIT says of it."""
 
-    contents: Contents = field(default_factory=dict)
+    contents: dict[bytes, Any] = field(default_factory=dict)
     num_executed: int = 0
     is_cut_off: bool = False
 
     def follow(self, store: SimulatedRedis) -> None:
         """Get what the store has now, a little later; nothing that is under way survives a failover."""
-        contents, number, generation = store.redis.copy(), store.num_executed, store.generation
+        contents, number, generation = copy.deepcopy(store.contents), store.num_executed, store.generation
 
         def arrive() -> None:
             if not self.is_cut_off and generation == store.generation and number > self.num_executed:
@@ -144,150 +156,118 @@ class Replica:
         return 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Request:
-    """Commands under way, and where their replies go."""
+    """A request under way."""
 
     store: SimulatedRedis
+    socket: Any  # of fakeredis, where the answer goes
     generation: int  # of the server that the connection was made with
-    commands: Sequence[Command]
-    replies: "asyncio.Future[list[Any]]"
+    data: bytes
     is_answered: bool
 
     def arrive(self) -> None:
         """Execute it, once the server is not paused."""
-        store, loop = self.store, virtual_loop()
-        if store.paused_until_s > loop.time():
-            loop.call_at(store.paused_until_s, self.arrive, context=outside_of_processes())
-        elif not store.is_up or store.generation != self.generation:
-            loop.call_later(store.delay(), self._fail, context=outside_of_processes())
+        wait_s = self.store.paused_until_s - virtual_loop().time()
+        if wait_s > 0:
+            virtual_loop().call_later(wait_s, self.arrive, context=outside_of_processes())
+        elif not self.store.is_up or self.store.generation != self.generation:
+            self.socket.put_response(RedisConnectionError("Connection reset by peer."))
         else:
-            replies = store.execute(self.commands)
-            if self.is_answered:
-                loop.call_later(store.delay(), self._answer, replies, context=outside_of_processes())
+            self._execute()
 
-    def _answer(self, replies: list[Any]) -> None:
-        if not self.replies.done():
-            self.replies.set_result(replies)
-
-    def _fail(self) -> None:
-        if not self.replies.done():
-            self.replies.set_exception(RedisConnectionError("Connection reset by peer."))
-
-    def expire(self) -> None:
-        """Give up waiting."""
-        if not self.replies.done():
-            self.replies.set_exception(RedisTimeoutError("Timeout reading from socket"))
+    def _execute(self) -> None:
+        answer = self.socket.put_response
+        if not self.is_answered:
+            self.socket.put_response = lambda message: None
+        self.socket.sendall(self.data)
+        self.socket.put_response = answer
+        self.store.num_executed += 1
+        if self.store.replica:
+            self.store.replica.follow(self.store)
+        self.store.on_change(self.store)
 
 
-class SimulatedConnection:
-    """A connection to a simulated Redis, with as much of redis-py's interface as `Node` uses."""
+class SimulatedConnection(FakeAsyncRedisConnection):
+    """A connection to a simulated Redis."""
 
-    def __init__(self, store: SimulatedRedis) -> None:
-        self._store = store
-        self._generation: int | None = None  # of the server at its other end; None: not connected
-        self._request: _Request | None = None
-        self._replies: list[Any] | None = None  # those that have arrived and were not read
-        self._on_connect: list[Callable[[Any], Any]] = []
+    def __init__(self, *args: Any, simulated: SimulatedRedis, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._store = simulated
+        self._generation = -1
 
-    def register_connect_callback(self, callback: Callable[[Any], Any]) -> None:
-        """Call a coroutine function whenever it is connected again."""
-        if callback not in self._on_connect:
-            self._on_connect.append(callback)
-
-    async def connect(self) -> None:
-        """Connect, unless it is. Raises as redis-py where nobody listens."""
-        if self._generation is not None:
-            return
+    async def _connect(self) -> None:
         await asyncio.sleep(self._store.delay())
         if not self._store.is_up or not _is_alive():
             raise RedisConnectionError("Connection refused.")
         self._generation = self._store.generation
-        for callback in self._on_connect:
-            await callback(self)
+        await super()._connect()
 
-    async def disconnect(self, nowait: bool = False) -> None:
-        """Close it: what is still to come on it answers nobody."""
-        self._generation = self._request = self._replies = None
+    async def on_connect_check_health(self, check_health: bool = True) -> None:
+        """Skip the library's greeting, which the simulated server does not need."""
 
-    def pack_commands(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """Return them as they are."""
-        return commands
-
-    async def send_packed_command(self, commands: Sequence[Command]) -> None:
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         """Send a request; it is executed when it arrives."""
-        await self.connect()
+        if not self.is_connected:
+            await self.connect()  # type: ignore[no-untyped-call]
         if not _is_alive():
             raise RedisConnectionError("Connection closed.")
-        store, loop = self._store, virtual_loop()
+        store = self._store
+        data = command if isinstance(command, bytes) else b"".join(command)
         is_answered = store.random.random() >= store.lost_replies
-        assert self._generation is not None
-        self._request = _Request(store, self._generation, commands, loop.create_future(), is_answered)
+        request = _Request(store, self._sock, self._generation, data, is_answered)
         if store.random.random() >= store.lost_requests:
-            loop.call_later(store.delay(), self._request.arrive, context=outside_of_processes())
+            virtual_loop().call_later(store.delay(), request.arrive, context=outside_of_processes())
+        await asyncio.sleep(0)
 
-    async def read_response(self) -> Any:
-        """Return the next reply, or raise as redis-py does where none comes in time."""
-        assert self._request
-        if self._replies is None:
-            waiting = virtual_loop().call_later(SOCKET_TIMEOUT_S, self._request.expire)
-            try:
-                self._replies = list(await self._request.replies)
-            finally:
-                waiting.cancel()
-        place = len(self._request.commands) - len(self._replies)
-        reply = self._replies.pop(0)
-        if self._request.commands[place][0] == "WAIT":
-            reply = await self._wait()
-        if not self._replies:
-            self._replies = None
-        if isinstance(reply, Exception):
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        """Return the answer, or raise as redis-py does where none comes in time."""
+        try:
+            async with asyncio.timeout(SOCKET_TIMEOUT_S):
+                await asyncio.sleep(self._store.delay())
+                reply = await super().read_response(*args, **options)
+        except TimeoutError:
+            await self.disconnect(nowait=True)
+            raise RedisTimeoutError("Timeout reading from socket") from None
+        except ResponseError as error:
+            if "'wait'" in str(error):
+                return await self._wait()
+            raise
+        if isinstance(reply, RedisConnectionError):
+            await self.disconnect(nowait=True)
             raise reply
         return reply
 
     async def _wait(self) -> int:
-        """Answer WAIT for all that was executed before it."""
+        """Answer WAIT, which fakeredis does not know, for all that was executed before it."""
         assert self._store.replica
-        number = self._store.num_executed
+        generation, number = self._generation, self._store.num_executed
         num_replicas = await self._store.replica.wait(number, WAIT_TIMEOUT_MS / 1000)
-        if self._generation != self._store.generation:
+        if generation != self._store.generation:
+            await self.disconnect(nowait=True)
             raise RedisConnectionError("Connection reset by peer.")
         return num_replicas
-
-
-class SimulatedPool:
-    """Connections to a simulated Redis, as redis-py's pool keeps them: the one that was returned last is the next."""
-
-    max_connections = MAX_CALLS
-
-    def __init__(self, store: SimulatedRedis) -> None:
-        self._store = store
-        self._idle: list[SimulatedConnection] = []
-
-    async def get_connection(self) -> SimulatedConnection:
-        """Return a connection that is connected."""
-        connection = self._idle.pop() if self._idle else SimulatedConnection(self._store)
-        try:
-            await connection.connect()
-        except BaseException:
-            self._idle.append(connection)
-            raise
-        return connection
-
-    async def release(self, connection: SimulatedConnection) -> None:
-        """Take a connection back."""
-        self._idle.append(connection)
-
-    async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Close the connections that are not in use; the simulation closes no others."""
-        for connection in self._idle:
-            await connection.disconnect()
-
-
-def _session_id(key: bytes) -> str:
-    return key.decode().partition("{")[2].partition("}")[0]
 
 
 def _is_alive() -> bool:
     process = CURRENT.get()
     return process is None or process.is_alive
+
+
+@contextmanager
+def virtual_wall_clock(now_s: Callable[[], float]) -> Iterator[None]:
+    """Let keys expire by a simulated clock.
+
+    fakeredis reads the clock of its module and has no other way to be given one: this is the one place where a library
+    is patched.
+    """
+    clock = SimpleNamespace(time=lambda: WALL_CLOCK_S + now_s())
+    modules: list[Any] = [fakeredis._helpers, fakeredis._socket._base]
+    real = [module.time for module in modules]
+    try:
+        for module in modules:
+            module.time = clock
+        yield
+    finally:
+        for module, time in zip(modules, real, strict=True):
+            module.time = time

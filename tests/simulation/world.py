@@ -17,7 +17,7 @@ from tests.simulation.cluster import OTHER_TARGET, SESSION_TTL_S, Cluster
 from tests.simulation.ledger import Ledger, Trace
 from tests.simulation.loop import SimulationStuck, VirtualLoop, virtual_loop
 from tests.simulation.network import KEEPALIVE_S, Network
-from tests.simulation.store import Replica, SimulatedRedis, wall_clock_s
+from tests.simulation.store import Replica, SimulatedRedis, virtual_wall_clock
 
 MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
 MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
@@ -46,7 +46,7 @@ def run_world(seed: int, hazards: frozenset[str] = frozenset()) -> Outcome:
     trace = Trace(loop.time)
     ledger = Ledger(trace)
     world = World(seed, hazards, ledger)
-    with _undisturbed():
+    with _undisturbed(), virtual_wall_clock(lambda: loop.time() + world.clock_offset_s):
         try:
             loop.run_until_complete(world.run())
         except Exception as error:
@@ -81,8 +81,7 @@ class World:
         has_two_stores = "two stores" in hazards or self._chance.random() < 0.1
         names = ["store", "other store"] if has_two_stores else ["store"]
         stores = [
-            SimulatedRedis(random.Random(f"{seed} {name}"), name, on_change=ledger.store_changed, now_s=self._now_s)
-            for name in names
+            SimulatedRedis(random.Random(f"{seed} {name}"), name, on_change=ledger.store_changed) for name in names
         ]
         self._cluster = Cluster(
             random.Random(f"{seed} outside"),
@@ -99,9 +98,10 @@ class World:
             self._cluster.network.garbled["target-1"] = 0.3
         self._clients: list[Client] = []
 
-    def _now_s(self) -> float:
-        """Return what the stores' clock says."""
-        return wall_clock_s() + self._cluster.clock_offset_s
+    @property
+    def clock_offset_s(self) -> float:
+        """How far the stores' wall clock is off."""
+        return self._cluster.clock_offset_s
 
     async def run(self) -> None:
         """Build, run until the clients have ended, heal, and take the census."""
@@ -174,9 +174,9 @@ class World:
             process.kill()
         await asyncio.sleep(SESSION_TTL_S + MAX_CLOCK_OFFSET_S)
         for store in self._cluster.stores:
-            store.redis.expire()
-            if store.redis.values:
-                self._ledger.violated(f"{len(store.redis.values)} keys outlive their time")
+            await store.touch()
+            if store.contents:
+                self._ledger.violated(f"{len(store.contents)} keys outlive their time")
         left = asyncio.all_tasks(virtual_loop()) - {asyncio.current_task()}
         if left:
             self._ledger.violated(f"{len(left)} tasks are left")
