@@ -60,7 +60,7 @@ async def test_64_sessions_each_as_alone(served: Cluster) -> None:
         for completions in (together, alone)
     ]
     assert drafted[0] == drafted[1]
-    assert num_large >= 10, "else nothing was compared but sessions that were nearly alone"
+    assert num_large >= 5, "else nothing was compared but sessions that were nearly alone"
     assert num_hits > 10
 
 
