@@ -11,7 +11,7 @@ IMAGE_CHECK_ARGS ?=
 MODEL ?=
 # options of bench, such as --drafters, --kinds, --prompts and --json (benchmarks/bench.py)
 BENCH_ARGS ?=
-# how many worlds `make simulate` runs, and its options, such as --first, --hazard, --keep-going and --jobs
+# how many worlds `make simulate` runs, and its options, such as --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
 # files, not tests, are spread over processes: a file's servers and models are built once

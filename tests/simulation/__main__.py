@@ -1,19 +1,13 @@
 """Run worlds of the simulation: `python -m tests.simulation --seeds 1000`."""
 
 import argparse
-import multiprocessing
-import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from functools import partial
 
 from tests.simulation.faults import FAULTS, HAZARDS, SETTINGS
 from tests.simulation.report import report, summary
 from tests.simulation.world import Outcome, run_world
-
-CHUNK = 8  # worlds that a process takes at once
 
 
 def main() -> None:
@@ -21,9 +15,8 @@ def main() -> None:
     options = _options()
     hazards = frozenset(options.hazard)
     began_s, failed, went_back = time.perf_counter(), list[Outcome](), Counter[str]()
-    num_worlds = 0
-    for outcome in _outcomes(options, hazards):
-        num_worlds += 1
+    for seed in range(options.first, options.first + options.seeds):
+        outcome = run_world(seed, hazards)
         went_back.update(outcome.went_back)
         if options.verbose or outcome.violations:
             print((summary if options.keep_going and not options.verbose else report)(outcome), flush=True)
@@ -32,27 +25,15 @@ def main() -> None:
             if not options.keep_going:
                 break
     elapsed_s = time.perf_counter() - began_s
+    count = seed - options.first + 1
     print(
-        f"{num_worlds} seeds from {options.first}: {len(failed)} broke an invariant;"
-        f" {num_worlds / elapsed_s:.1f} seeds a second"
+        f"{count} seeds from {options.first}: {len(failed)} broke an invariant; {count / elapsed_s:.1f} seeds a second"
     )
     print(
         f"of {went_back.total()} sessions of which the store lost what was shown {went_back['healed']} were healed,"
         f" {went_back['lost']} said so"
     )
     sys.exit(bool(failed))
-
-
-def _outcomes(options: argparse.Namespace, hazards: frozenset[str]) -> Iterator[Outcome]:
-    """Run the worlds on several processes; yield what became of them in the order of their seeds."""
-    seeds = range(options.first, options.first + options.seeds)
-    run = partial(run_world, hazards=hazards)
-    jobs = min(options.jobs, len(seeds) // CHUNK)
-    if jobs <= 1:
-        yield from map(run, seeds)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap(run, seeds, chunksize=CHUNK)
 
 
 def _options() -> argparse.Namespace:
@@ -67,11 +48,10 @@ def _options() -> argparse.Namespace:
         help="every world has this; repeatable",
     )
     parser.add_argument("--keep-going", action="store_true", help="do not end at the first that breaks an invariant")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that run worlds")
     parser.add_argument("--verbose", action="store_true", help="print every world's trace")
     options = parser.parse_args()
-    if options.seeds < 1 or options.first < 0 or options.jobs < 1:
-        parser.error("--seeds and --jobs need 1 or more, and --first 0 or more")
+    if options.seeds < 1 or options.first < 0:
+        parser.error("--seeds needs 1 or more, and --first 0 or more")
     return options
 
 

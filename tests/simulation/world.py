@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import structlog
 
@@ -54,7 +53,6 @@ def run_world(seed: int, hazards: frozenset[str] = frozenset()) -> Outcome:
             _end_tasks(loop)
         loop.set_exception_handler(lambda _, __: None)
         loop.close()
-    trace.now_s = partial(float, loop.time())  # an outcome may go to another process, which has no loop
     endings = ", ".join(f"{count} {name}" for name, count in sorted(ledger.endings.items()))
     return Outcome(
         seed, hazards, tuple(ledger.violations), trace, endings, ledger.went_back(), loop.time(), loop.num_steps
