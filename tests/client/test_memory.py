@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from specdec.accounting.architecture import FAMILIES, NotUnderstood, architecture, read_config
 from specdec.accounting.bounds import Setting, of_round, plain
 from specdec.accounting.traffic import Stored
-from tests.client.test_cli import run
 from tests.support.architectures import SERVED
+from tests.support.command_line import run
 from tests.support.hubs import MODEL, ask_hub_at, hub, unused_port
 
 MODELS = Path(__file__).parent.parent.parent / "models"

@@ -13,7 +13,7 @@ from specdec.planning.costs import Costs, ScoreCosts, parse_score_costs
 from specdec.planning.plan import Plan, Planner
 from specdec.planning.simulation import simulate
 from specdec.planning.trees import Tree, best_tree, chain, tokens_per_round, widths
-from tests.client.test_cli import run
+from tests.support.command_line import run
 
 NUM_ROUNDS = 20_000
 MAX_DEVIATION = 5.0  # standard errors

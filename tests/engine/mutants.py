@@ -15,7 +15,7 @@ import torch
 from specdec.engine.attention import Segment
 from specdec.engine.contiguous import ContiguousPool
 from specdec.engine.decoder import PackedRow
-from tests.engine import test_loop, test_sequence
+from tests.engine import test_loop, test_loop_trees, test_sequence
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
 from tests.engine.test_sequence import Texts
 from tests.engine.tiny_models import ReferenceModel, load
@@ -229,12 +229,12 @@ MUTANTS = [
         "trees are split like prompts",
         "specdec.engine.task.Task.num_together",
         lambda _: property(lambda self: self.num_rows),
-        in_loop(lambda: test_loop.TestTrees().test_trees_are_never_split(1)),
+        in_loop(lambda: test_loop_trees.TestTrees().test_trees_are_never_split(1)),
     ),
     Mutant(
         "only the last chunk is observed",
         "specdec.engine.task.Task.note_fed",
         lambda original: lambda self, feed, states: (self._observed.clear(), original(self, feed, states))[-1],
-        in_loop(lambda: test_loop.TestHiddenStates().test_states_span_prefill_chunks(150)),
+        in_loop(lambda: test_loop_trees.TestHiddenStates().test_states_span_prefill_chunks(150)),
     ),
 ]

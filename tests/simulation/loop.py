@@ -137,28 +137,40 @@ class VirtualLoop(asyncio.BaseEventLoop):
         raise SimulationStuck("the simulation has no threads; keep texts and prompts short")
 
     def _run_once(self) -> None:
-        """Run one callback; called by `run_forever`."""
-        self._wake_due()
-        if not self.ready:
-            if not self._timers:
-                raise SimulationStuck("nothing is ready, and no timer is set")
-            self._now_s = max(self._now_s, self._timers[0][0])
-            self._wake_due()
-        self.num_steps += 1
-        if self.num_steps > MAX_STEPS:
-            raise SimulationStuck(f"no end after {MAX_STEPS} steps")
-        handle = self.ready.popleft()
-        process = handle_context(handle).get(CURRENT)
-        if process is not None and process.is_stopped:
-            process.hold(handle)
-        elif not handle.cancelled():
-            handle._run()
+        """Run callbacks until the loop is to stop; called by `run_forever`."""
+        ready, timers = self.ready, self._timers
+        while not self._stopping:  # type: ignore[attr-defined]
+            if timers and timers[0][0] <= self._now_s:
+                self._wake_due()
+            if not ready:
+                self._advance()
+            self.num_steps += 1
+            if self.num_steps > MAX_STEPS:
+                raise SimulationStuck(f"no end after {MAX_STEPS} steps")
+            handle = ready.popleft()
+            process = handle_context(handle).get(CURRENT)
+            if process is not None and process.is_stopped:
+                process.hold(handle)
+            elif not handle.cancelled():
+                handle._run()
 
     def _wake_due(self) -> None:
-        while self._timers and (self._timers[0][2].cancelled() or self._timers[0][0] <= self._now_s):
+        """Make the timers ready whose time has come."""
+        while self._timers and self._timers[0][0] <= self._now_s:
             timer = heapq.heappop(self._timers)[2]
             if not timer.cancelled():
                 self.ready.append(timer)
+
+    def _advance(self) -> None:
+        """Let time jump to the next timer."""
+        while not self.ready:
+            if not self._timers:
+                raise SimulationStuck("nothing is ready, and no timer is set")
+            when, _, timer = heapq.heappop(self._timers)
+            if not timer.cancelled():
+                self._now_s = max(self._now_s, when)
+                self.ready.append(timer)
+                self._wake_due()
 
 
 def handle_context(handle: asyncio.Handle) -> contextvars.Context:

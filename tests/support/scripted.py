@@ -1,5 +1,6 @@
 """A GenerationService with one scripted handler for each call: it can break, repeat, contradict or hang."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -66,7 +67,37 @@ def sends(*chunks: dict[str, Any], then: errors.SpecdecError | grpc.StatusCode |
     return handler
 
 
+def answers(message: object) -> Handler:
+    """Return a handler that answers a call with one message."""
+
+    async def handler(request: Any, send: Send, context: Any) -> None:
+        await send(message)
+
+    return handler
+
+
 WHOLE = [chunk(number) for number in range(len(ROUNDS))]
+
+
+class Endless:
+    """A handler that sends the first chunk, two more after `go_on` is set, and then nothing.
+
+    It records that the call has arrived, and that it was cancelled.
+    """
+
+    def __init__(self, *, begins: bool = True) -> None:
+        self.arrived, self.go_on, self.cancelled = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._begins = begins
+
+    async def __call__(self, request: Any, send: Send, context: Any) -> None:
+        context.add_done_callback(lambda _: self.cancelled.set())
+        if self._begins:
+            await send(**WHOLE[0])
+        self.arrived.set()
+        await self.go_on.wait()
+        for fields in WHOLE[1:3]:
+            await send(**fields)
+        await asyncio.Event().wait()
 
 
 class Service(generation_pb2_grpc.GenerationServiceServicer):

@@ -1,0 +1,126 @@
+"""Who may use a session at a target worker: epochs, streams, rounds."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+
+from specdec.errors import (
+    FencedError,
+    UnavailableError,
+    from_rpc_error,
+)
+from specdec.serving.session_stream import EpochFence, SessionRounds, SessionStream, WorkerSession, serve_session
+from specdec.v1 import target_pb2 as pb
+from specdec.v1 import types_pb2
+from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, packed_supports, score_request
+from tests.workers.conftest import Reference
+from tests.workers.target_service.streams import DRAFT, SUPPORTS, assert_scores, decoded, in_module_loop
+
+
+@in_module_loop
+async def test_a_newer_epoch_fences_the_older_stream(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    name = next(names)
+    old = TargetStream(channel, name, epoch=3)
+    await old.score(0, PROMPT)
+    new = TargetStream(channel, name, epoch=4)
+    await new.score(0, PROMPT)
+    for message in (score_request(start=6, tokens=[1]), pb.ScoreRequest(close=types_pb2.CloseSession())):
+        error = (
+            await old.fail(message)
+            if message.HasField("score")
+            else await TargetStream(channel, name, epoch=3).fail(message)
+        )
+        assert error.code() == grpc.StatusCode.ABORTED
+        assert isinstance(from_rpc_error(error), FencedError)
+    late = await TargetStream(channel, name, epoch=2).fail(score_request(start=0, tokens=[1]))
+    assert late.code() == grpc.StatusCode.ABORTED
+    assert (await new.score(6, [3])).cached_len == 7, "the owner is not disturbed"
+
+
+@in_module_loop
+async def test_closing_a_fenced_stream_frees_nothing(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    name = next(names)
+    old = TargetStream(channel, name, epoch=1)
+    await old.score(0, PROMPT)
+    new = TargetStream(channel, name, epoch=2)
+    await new.score(0, PROMPT)
+    error = await old.fail(pb.ScoreRequest(close=types_pb2.CloseSession()))
+    assert error.code() == grpc.StatusCode.ABORTED
+    assert (await new.score(6, [3])).cached_len == 7
+
+
+@in_module_loop
+async def test_late_messages_of_an_older_stream_are_refused(
+    channel: grpc.aio.Channel, names: Iterator[str], reference: Reference
+) -> None:
+    """A connection that its coordinator gave up may still deliver a round; its epoch is the current one."""
+    name = next(names)
+    given_up, closing = TargetStream(channel, name), TargetStream(channel, name)
+    await given_up.score(0, PROMPT)
+    await closing.score(0, PROMPT)
+    current = TargetStream(channel, name)
+    await current.score(0, [*PROMPT, 3])
+    late = score_request(start=6, tokens=[1], draft_tokens=DRAFT, supports=packed_supports(*SUPPORTS))
+    for stream, message in ((given_up, late), (closing, pb.ScoreRequest(close=types_pb2.CloseSession()))):
+        assert (await stream.fail(message)).code() == grpc.StatusCode.UNAVAILABLE
+    answer = await current.score(7, [4, 5])
+    assert_scores(decoded(answer, []), reference([*PROMPT, 3, 4, 5]).softmax(-1)[-1:], len(PROMPT) + 3)
+
+
+@in_module_loop
+async def test_draft_tokens_are_not_a_committed_prefix(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    stream = TargetStream(channel, next(names))
+    await stream.score(0, PROMPT, DRAFT, SUPPORTS)
+    assert (await stream.score(len(PROMPT) + 2, [3])).cached_len == len(PROMPT)
+
+
+async def test_a_session_has_one_round_at_a_time() -> None:
+    """A round of an older stream that has begun ends first; one that was only received is refused."""
+    fence, events, proceed = EpochFence(), list[str](), asyncio.Event()
+
+    class Rounds(SessionRounds):
+        async def answer(self, message: pb.Score, is_first: bool) -> pb.ScoreResponse:
+            events.append(f"{message.start} begins")
+            await proceed.wait()
+            events.append(f"{message.start} ends")
+            return pb.ScoreResponse()
+
+        def forget(self) -> None: ...
+
+    async def serve(*starts: int) -> None:
+        async def requests() -> AsyncIterator[pb.ScoreRequest]:
+            yield pb.ScoreRequest(open=pb.OpenTarget())
+            for start in starts:
+                yield score_request(start=start)
+
+        async def write(answer: object) -> None: ...
+
+        session = WorkerSession("s", 1, PLAIN, 0)
+        await serve_session(SessionStream(requests(), "score"), write, fence, lambda _: Rounds(session))
+
+    older = asyncio.create_task(serve(1, 2))
+    while not events:  # noqa: ASYNC110  # the round begins
+        await asyncio.sleep(0)
+    newer = asyncio.create_task(serve(3))
+    for _ in range(10):  # turns of the event loop, more than a round needs to begin
+        await asyncio.sleep(0)
+    proceed.set()
+    with pytest.raises(UnavailableError):
+        await older
+    await newer
+    assert events == ["1 begins", "1 ends", "3 begins", "3 ends"]
+
+
+def test_the_fence_drops_the_least_recent_sessions() -> None:
+    claims = EpochFence(max_sessions=2)
+
+    def session(name: str, epoch: int) -> WorkerSession:
+        return WorkerSession(name, epoch, PLAIN, 0)
+
+    for name, epoch in (("a", 5), ("b", 5), ("a", 5), ("c", 5)):
+        claims.enter(session(name, epoch))
+    with pytest.raises(FencedError):
+        claims.enter(session("a", 4))
+    claims.enter(session("b", 4))
