@@ -12,14 +12,13 @@ import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from benchmarks.measure import hardware
 from benchmarks.open_loop import redis_server
 from benchmarks.served import demo_pair
-from specdec import AsyncClient, SamplingParams
+from specdec import AsyncClient, SamplingParams, UnavailableError
 from specdec.serving.child import Child, print_errors
 from specdec.serving.local import Options, running
 from specdec.serving.local.commands import coordinator_command, environment_of
@@ -76,18 +75,28 @@ async def followed(clients: Sequence[AsyncClient], num_tokens: int, name: str) -
     return num_tokens / elapsed_s, session.epoch
 
 
-async def gap_s(address: str, owner: Child, num_tokens: int, name: str) -> tuple[float, int]:
-    """Kill the coordinator that runs a session; return the longest time between two chunks, and the epochs."""
+async def gap_s(owner: Child, other: AsyncClient, num_tokens: int, name: str) -> tuple[float, int]:
+    """Kill the coordinator that runs a session, and resume it at the other one.
+
+    Return the seconds between the last chunk of the one and the first of the other, and the epochs.
+    """
     sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
-    times = list[float]()
-    async with AsyncClient(address) as client:
-        async with client.generate(PROMPT, sampling=sampling, request_id=name) as stream:
-            async for _ in stream:
-                times.append(time.perf_counter())
-                if len(times) == 10:
+    await other.get_model()
+    seen, offset, digest = 0, 0, b""
+    async with AsyncClient(f"127.0.0.1:{await owner.port}", max_retries=0) as client:
+        stream = client.generate(PROMPT, sampling=sampling, request_id=name)
+        with suppress(UnavailableError):
+            async for chunk in stream:
+                last_s, seen, offset, digest = time.perf_counter(), seen + 1, chunk.end, chunk.digest
+                if seen == 10:
                     owner.kill()
-        session = await client.get_session(stream.session_id or "")
-    return max(later - earlier for earlier, later in pairwise(times)), session.epoch
+    assert stream.session_id
+    async with other.resume(stream.session_id, offset=offset, digest=digest) as rest:
+        async for _ in rest:
+            gap = time.perf_counter() - last_s
+            break
+    await (resumed := other.resume(stream.session_id)).result()
+    return gap, (await other.get_session(resumed.session_id or "")).epoch
 
 
 async def measure(options: argparse.Namespace) -> None:
@@ -105,17 +114,15 @@ async def measure(options: argparse.Namespace) -> None:
                 epochs.append(epoch)
                 print(f"turn {number}: one follower {alone:.1f} tokens/s, two {both:.1f}, epochs {epoch}", flush=True)
         print(f"two followers: {statistics.median(ratios):.3f} times the speed of one (median), epochs {epochs}")
-        gaps = []
-        for number in range(options.kills):
-            owner = service.children[0] if number == 0 else service.children[-1]
-            ports = [await owner.port, second]
-            gap, epoch = await gap_s(
-                "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in ports), owner, options.tokens, f"kill {number}"
-            )
-            gaps.append(gap)
-            print(f"kill {number}: {gap:.2f} s between two chunks, epochs {epoch}", flush=True)
-            await owner.ended
-            await service.start()
+        gaps = list[float]()
+        async with AsyncClient(f"127.0.0.1:{second}") as other:
+            for number in range(options.kills):
+                owner = service.children[-1] if number else service.children[0]
+                gap, epoch = await gap_s(owner, other, options.tokens, f"kill {number}")
+                gaps.append(gap)
+                print(f"kill {number}: {gap:.2f} s between two chunks, epochs {epoch}", flush=True)
+                await owner.ended
+                await service.start()
         if gaps:
             print(f"a coordinator killed: {statistics.median(gaps):.2f} s at the client (median of {len(gaps)})")
 

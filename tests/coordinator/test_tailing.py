@@ -198,7 +198,7 @@ async def test_tails_read_a_few_times_a_second(owner: ToyCoordinator, monkeypatc
         await take(chunks, 8)
         await take(elsewhere, 8)
         monkeypatch.setattr("coordinator.tailing.asyncio.sleep", pausing)
-        while len(pauses) <= 20:  # noqa: ASYNC110  # only the test's time-out limits the wait
+        while len(pauses) <= 20:  # only the test's time-out limits the wait
             await sleep(0.001)
         monkeypatch.undo()
         assert 0.1 <= min(pauses) <= max(pauses) == pauses[-1] == 0.5
