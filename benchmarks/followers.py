@@ -82,7 +82,7 @@ async def gap_s(owner: Child, other: AsyncClient, num_tokens: int, name: str) ->
     """
     sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
     await other.get_model()
-    seen, offset, digest = 0, 0, b""
+    seen, offset, digest, last_s, gap = 0, 0, b"", 0.0, 0.0
     async with AsyncClient(f"127.0.0.1:{await owner.port}", max_retries=0) as client:
         stream = client.generate(PROMPT, sampling=sampling, request_id=name)
         with suppress(UnavailableError):
@@ -95,8 +95,8 @@ async def gap_s(owner: Child, other: AsyncClient, num_tokens: int, name: str) ->
         async for _ in rest:
             gap = time.perf_counter() - last_s
             break
-    await (resumed := other.resume(stream.session_id)).result()
-    return gap, (await other.get_session(resumed.session_id or "")).epoch
+    await other.resume(stream.session_id).result()
+    return gap, (await other.get_session(stream.session_id)).epoch
 
 
 async def measure(options: argparse.Namespace) -> None:
