@@ -113,7 +113,8 @@ async def measure(options: argparse.Namespace) -> None:
                 ratios.append(both / alone)
                 epochs.append(epoch)
                 print(f"turn {number}: one follower {alone:.1f} tokens/s, two {both:.1f}, epochs {epoch}", flush=True)
-        print(f"two followers: {statistics.median(ratios):.3f} times the speed of one (median), epochs {epochs}")
+        if ratios:
+            print(f"two followers: {statistics.median(ratios):.3f} times the speed of one (median), epochs {epochs}")
         gaps = list[float]()
         async with AsyncClient(f"127.0.0.1:{second}") as other:
             for number in range(options.kills):

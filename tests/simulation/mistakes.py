@@ -114,7 +114,7 @@ NO_COMPARISON = Change(
     "if (news.length, news.digest) != (end.length, end.digest):",
     "if False:",
 )
-ROLLBACK = frozenset({"rollback"})
+ROLLBACK, STOPPED = frozenset({"rollback"}), frozenset({"stop"})
 
 MISTAKES = [
     Mistake(
@@ -168,7 +168,8 @@ MISTAKES = [
         "commit.lua",
         "if tonumber(meta[1]) > tonumber(ARGV[1]) then",
         "if false then",
-        34,
+        0,
+        STOPPED,
         also=(NO_HEALING,),
     ),
     Mistake(
@@ -363,7 +364,7 @@ MISTAKES = [
         "if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then",
         "if true then",
         0,
-        frozenset({"stop"}),
+        STOPPED | frozenset({"slow down"}),
     ),
     Mistake(
         "a tail shows tokens that the log does not have",
