@@ -75,7 +75,7 @@ def detached_policy(request: generation_pb2.GenerateRequest) -> DetachedPolicy |
         raise InvalidArgumentError({"when_detached": problem}) from None
 
 
-def _policy_to_proto(policy: DetachedPolicy | None) -> generation_pb2.DetachedPolicy:
+def _policy_to_proto(policy: DetachedPolicy | None) -> generation_pb2.DetachedPolicy.ValueType:
     return generation_pb2.DetachedPolicy.ValueType(policy.value if policy else 0)
 
 

@@ -222,7 +222,7 @@ class SessionStore:
 
         A call that failed has no say: None.
         """
-        calls = [(keys(session_id), self._beat(*facts)) for session_id, *facts in beats]
+        calls = [(keys(name), self._beat(epoch, length, digest)) for name, epoch, length, digest in beats]
         return [refusal(reply) for reply in await self._heartbeats(calls)]
 
     def _beat(self, epoch: int, length: int, digest: bytes) -> list[Any]:

@@ -1,7 +1,7 @@
 """What becomes of a session that no client follows any more."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
@@ -156,8 +156,8 @@ def test_request_says_the_policy(policy: DetachedPolicy | None) -> None:
 
 
 def test_policy_that_is_not_known_is_refused() -> None:
-    unknown: Callable[[int], generation_pb2.DetachedPolicy] = generation_pb2.DetachedPolicy.ValueType
+    unknown = generation_pb2.DetachedPolicy.ValueType(77)
     with pytest.raises(InvalidArgumentError, match="when_detached"):
-        requests.detached_policy(generation_pb2.GenerateRequest(when_detached=unknown(77)))
+        requests.detached_policy(generation_pb2.GenerateRequest(when_detached=unknown))
     with pytest.raises(InvalidArgumentError, match="give a DetachedPolicy"):
         generate_request(prompt_request("Once", None), None, None, "id", "park")  # type: ignore[arg-type]

@@ -168,7 +168,8 @@ async def check_a_clock_that_jumps_does_not_prolong_leases(store: OpenStore) -> 
 async def check_a_tail_gets_what_the_log_gains(store: OpenStore) -> None:
     await create(store)
     epoch = await leased(store, "first", LONG_S)
-    known, text = LogEnd.of(await store.read(SESSION)), PROMPT
+    known = LogEnd.of(await store.read(SESSION))
+    text: tuple[int, ...] = PROMPT
     for played in (round_after(PROMPT, 1, 2), round_after((*PROMPT, 1, 2), 3)):
         await commit(store.lasting(LONG_S), epoch, played)
         news, known = await store.tail(SESSION, known)

@@ -114,7 +114,7 @@ NO_COMPARISON = Change(
     "if (news.length, news.digest) != (end.length, end.digest):",
     "if False:",
 )
-ROLLBACK = frozenset({"rollback"})
+ROLLBACK, STOPPED = frozenset({"rollback"}), frozenset({"stop"})
 
 MISTAKES = [
     Mistake(
@@ -124,7 +124,7 @@ MISTAKES = [
         "session = await self._store.read(followed.session_id)\n"
         "    from specdec.errors import DataLossError\n"
         "    raise DataLossError('past what this coordinator holds')\n",
-        145,
+        5,
         hole="H2",
     ),
     Mistake(
@@ -132,7 +132,7 @@ MISTAKES = [
         "specdec.serving.session_stream:EpochFence.check",
         "if claim.epoch < epoch:",
         "if False:",
-        8,
+        3,
         TWO_STORES,
         also=(NO_PROOF, NO_INCARNATION),
     ),
@@ -141,7 +141,7 @@ MISTAKES = [
         "specdec.serving.session_stream:EpochFence.check",
         "if claim.epoch == epoch and claim.stream_number < latest:",
         "if False:",
-        5,
+        1,
         TWO_STORES,
         hole="H3",
         also=(NO_PROOF, NO_INCARNATION),
@@ -151,7 +151,7 @@ MISTAKES = [
         "target_service.servicer:TargetServicer._check_model",
         'if fingerprint not in ("", self._model.fingerprint):',
         "if False:",
-        4,
+        55,
         TWO_MODELS,
         hole="H5",
     ),
@@ -160,7 +160,7 @@ MISTAKES = [
         "coordinator.streams:WorkerStream._answer",
         "if reply is None:",
         "if False:",
-        41,
+        8,
         hole="H6",
     ),
     Mistake(
@@ -168,7 +168,8 @@ MISTAKES = [
         "commit.lua",
         "if tonumber(meta[1]) > tonumber(ARGV[1]) then",
         "if false then",
-        34,
+        0,
+        STOPPED,
         also=(NO_HEALING,),
     ),
     Mistake(
@@ -176,7 +177,7 @@ MISTAKES = [
         "commit.lua",
         "if tonumber(meta[2]) == length and meta[3] == ARGV[4] then",
         "if false then",
-        22,
+        5,
         also=(NO_HEALING,),
     ),
     Mistake(
@@ -199,7 +200,7 @@ MISTAKES = [
         "commit.lua",
         "redis.call('PEXPIRE', key, ARGV[8])",
         "",
-        9,
+        0,
     ),
     Mistake(
         "uncommitted tokens are shown",
@@ -213,7 +214,7 @@ MISTAKES = [
         "coordinator.stores.client:RedisClient._execute",
         "if waiting and replies[-1] < self._num_replicas:",
         "if False:",
-        1,
+        3,
         FAILOVER,
     ),
     Mistake(
@@ -221,7 +222,7 @@ MISTAKES = [
         "coordinator.stores.client:RedisClient._execute",
         "is_durable = bool(self._num_replicas and script)",
         "is_durable = False",
-        6,
+        0,
         FAILOVER,
     ),
     Mistake(
@@ -229,14 +230,14 @@ MISTAKES = [
         "coordinator.running:run_rounds",
         "                await asyncio.shield(committing)\n                committing",
         "                committing",
-        22,
+        0,
     ),
     Mistake(
         "cached tokens are kept without comparing them",
         "specdec.engine.sequence:Sequence._path",
         "num_matching = num_equal(self._tokens[start:base], tokens)",
         "num_matching = min(len(self._tokens[start:base]), len(tokens))",
-        12,
+        1,
         TWO_STORES,
         also=(NO_INCARNATION,),
     ),
@@ -281,14 +282,14 @@ MISTAKES = [
         "coordinator.followed:FollowedGeneration._is_complete",
         "return self.generation.done and self._num_published == len(self.generation.emitted)",
         "return self.generation.done",
-        5,
+        14,
     ),
     Mistake(
         "a session that the store lost is not brought back",
         "coordinator.running:RunningGeneration._publish",
         "raise told(await heal(self._store, self.shown)) from refusal",
         "raise",
-        154,
+        3,
         ROLLBACK,
         hole="H4",
     ),
@@ -354,7 +355,7 @@ MISTAKES = [
         "heartbeat.lua",
         "if redis.call('HEXISTS', KEYS[1], 'leased_at') == 1 then",
         "if false then",
-        0,
+        53,
         hole="H9",
     ),
     Mistake(
@@ -363,7 +364,7 @@ MISTAKES = [
         "if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then",
         "if true then",
         0,
-        frozenset({"stop"}),
+        STOPPED | frozenset({"slow down"}),
     ),
     Mistake(
         "a tail shows tokens that the log does not have",
