@@ -13,7 +13,7 @@ MS = 1_000_000
 SECOND = 1_000_000_000
 
 
-def span(name: str, begin_ms: float, end_ms: float, parent: str = "", process: str = "c", **facts: object) -> Recorded:
+def span(name: str, begin_ms: float, end_ms: float, parent: str = "", process: str = "c") -> Recorded:
     """Return a span whose id is its name and begin."""
     span_id = f"{name}@{begin_ms:g}"
     times = (round(begin_ms * MS), round(end_ms * MS))
@@ -117,7 +117,7 @@ def test_the_round_that_reads_the_prompt_is_left_out() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    request = span("GenerationService/Generate", 0, 100, **{"specdec.num_rounds": 3})
+    request = replace(span("GenerationService/Generate", 0, 100), attributes={"specdec.num_rounds": 3})
     assert SpanTree([]).missing == "the coordinator's request"
     assert SpanTree([request, *trace(2).spans]).missing == "1 of 3 rounds"
     assert SpanTree([request, *trace(3).spans]).missing is None
