@@ -17,7 +17,7 @@ def span(name: str, begin_ms: float, end_ms: float, parent: str = "", process: s
     """Return a span whose id is its name and begin."""
     span_id = f"{name}@{begin_ms:g}"
     times = (round(begin_ms * MS), round(end_ms * MS))
-    return Recorded(name, "t", span_id, parent, process, {"c": "coordinator"}.get(process, process), *times, facts)
+    return Recorded(name, "t", span_id, parent, process, {"c": "coordinator"}.get(process, process), *times)
 
 
 def round_at(begin_ms: float, ahead_ms: float = 0.0) -> list[Recorded]:
