@@ -1,7 +1,7 @@
 """Receives spans as an OpenTelemetry collector does (OTLP over gRPC), and keeps them in memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
@@ -95,5 +95,5 @@ def _span(span: trace_pb2.Span, process: str, service: str) -> Recorded:
     )
 
 
-def _attributes(pairs: "list[common_pb2.KeyValue] | object") -> dict[str, object]:
-    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value") for pair in pairs}  # type: ignore[attr-defined]
+def _attributes(pairs: Iterable[common_pb2.KeyValue]) -> dict[str, object]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value") for pair in pairs}
