@@ -70,7 +70,7 @@ def free_ports(count: int) -> int:
 
 def exported(services: Services) -> dict[str, str]:
     """Return the metrics of all processes, as Prometheus reads them: their names without an ending, and kinds."""
-    kinds = {}
+    kinds: dict[str, str] = {}
     for port in services.metrics_ports:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             text = answer.read().decode()
