@@ -28,16 +28,23 @@ class SpanReceiver:
         """Return the spans of one trace that have come."""
         return SpanTree(span for span in self.spans if span.trace_id == trace_id)
 
-    async def until_complete(self, trace_id: str, timeout_s: float) -> SpanTree:
-        """Return a trace once nothing of it is missing, or what there is after so long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.tree(trace_id).missing:
-                    self._came.clear()
-                    await self._came.wait()
-        except TimeoutError:
-            pass
-        return self.tree(trace_id)
+    async def until_complete(self, trace_id: str, quiet_s: float) -> SpanTree:
+        """Return a trace once nothing of it is missing, or once nothing more of it has come for so long."""
+        tree = self.tree(trace_id)
+        while tree.missing:
+            try:
+                async with asyncio.timeout(quiet_s):
+                    tree = await self._grown(trace_id, len(tree.spans))
+            except TimeoutError:
+                break
+        return tree
+
+    async def _grown(self, trace_id: str, num_spans: int) -> SpanTree:
+        """Return a trace once it has more spans than that."""
+        while len((tree := self.tree(trace_id)).spans) <= num_spans:
+            self._came.clear()
+            await self._came.wait()
+        return tree
 
     async def export(self, request: collector.ExportTraceServiceRequest, _: object) -> object:
         """Take spans."""
