@@ -1,5 +1,6 @@
 """`specdec trace`: one clock, lanes in which spans nest, and the table of phases."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from specdec.timeline.chrome import chrome_trace
 from specdec.timeline.clocks import aligned, offset_ns
 from specdec.timeline.phases import phases, table
+from specdec.timeline.receiver import SpanReceiver
 from specdec.timeline.recorded import Recorded, SpanTree
 
 MS = 1_000_000
@@ -123,3 +125,20 @@ def test_what_is_missing_is_said() -> None:
     assert SpanTree([request, *trace(3).spans]).missing is None
     own = [each for each in trace(3).spans if each.process != "target"]
     assert SpanTree([request, *own]).missing == "the workers' side of 3 of 6 calls"
+
+
+async def test_a_trace_is_waited_for_as_long_as_spans_come() -> None:
+    receiver, whole_trace = SpanReceiver(), trace(2).spans
+    request = replace(span("GenerationService/Generate", 0, 100), attributes={"specdec.num_rounds": 2})
+    waiting = asyncio.create_task(receiver.until_complete("t", quiet_s=3600.0))
+    for each in (*whole_trace, request):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        receiver.take([replace(each, trace_id="another"), each])
+    assert len((await waiting).spans) == len(whole_trace) + 1
+
+
+async def test_a_trace_of_which_nothing_comes_is_given_up() -> None:
+    receiver = SpanReceiver()
+    receiver.take(trace(1).spans)
+    assert (await receiver.until_complete("t", quiet_s=0.01)).missing == "the coordinator's request"
