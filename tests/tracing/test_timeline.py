@@ -26,7 +26,7 @@ def round_at(begin_ms: float, ahead_ms: float = 0.0) -> list[Recorded]:
     """A round of 10 ms whose commit takes 4 more; the workers' clocks are ahead."""
     own = f"round@{begin_ms:g}"
     propose, score = begin_ms + 1, begin_ms + 3
-    drafted, scored = propose + 0.2 + ahead_ms, score + 0.5 + ahead_ms
+    drafted, scored = propose + 0.1 + ahead_ms, score + 0.3 + ahead_ms
     return [
         span("round", begin_ms, begin_ms + 14),
         span("propose", propose, propose + 2, own),
