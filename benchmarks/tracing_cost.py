@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NUM_TOKENS = 20_000  # in one generation: some 6,000 rounds
+NUM_TOKENS = 4_000  # in one generation: some 1,300 rounds
 EVERY = {"rounds": 16, "all": 1}
 
 

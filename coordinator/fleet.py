@@ -11,7 +11,7 @@ from coordinator.pool.pool import WorkerPool
 from coordinator.pool.worker import Worker
 from specdec.v1 import status_pb2, status_pb2_grpc
 
-ASK_S = 1.0  # for a worker's status
+ASK_S = 3.0  # for a worker's status
 MAX_REASON_CHARACTERS = 200
 _STATES = {
     WorkerState.IN_SERVICE: status_pb2.WORKER_STATE_IN_SERVICE,

@@ -6,7 +6,7 @@ the same request_id, after it it resumes the session by offset. Either way the s
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -36,7 +36,6 @@ ChunkCall = (
 )
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
-StubT = TypeVar("StubT")
 
 
 MAX_HANDED_BACK = 16_384  # tokens, 60 kB
@@ -136,10 +135,10 @@ class Connection:
 
     async def ask(
         self,
-        method: Callable[[StubT], Callable[..., Awaitable[ResponseT]]],
+        method: Callable[[Any], Callable[..., Awaitable[ResponseT]]],
         request: RequestT,
         timeout_s: float,
-        service: Callable[[grpc.aio.Channel], StubT] = generation_pb2_grpc.GenerationServiceStub,
+        service: Callable[[Any], Any] = generation_pb2_grpc.GenerationServiceStub,
     ) -> ResponseT:
         """Make a call of a service that answers once; all of them can be repeated. Raises SpecdecError."""
         attempts = self._attempts(timeout_s)

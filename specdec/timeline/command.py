@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specdec.timeline.receiver import SpanReceiver
 
 COLLECTOR = "127.0.0.1:4317"  # where services send spans to unless they are told otherwise
-ARRIVAL_S = 12.0  # services send what they have every 5 s
+QUIET_S = 12.0  # without another span, until the rest is given up: services send what they have every 5 s
 DEFAULT_TOKENS = 64
 DESCRIPTION = (
     "Generate once, and write where the time went: a file for https://ui.perfetto.dev with every phase of every round "
@@ -63,7 +63,7 @@ async def run(flags: argparse.Namespace) -> None:
     """Generate once, write the file and print the table. Raises TraceError, SpecdecError."""
     async with _receiving(flags) as receiver, _address(flags, receiver) as address:
         asked = await _ask(flags, address)
-        tree = await receiver.until_complete(asked.trace_id, ARRIVAL_S)
+        tree = await receiver.until_complete(asked.trace_id, QUIET_S)
     requests = tree.named(REQUEST)
     if not requests:
         problem = f"{address} answered, and sent no spans to {receiver.address}"
@@ -136,5 +136,5 @@ def _summary(path: Path, tree: SpanTree, missing: str | None, finish: Finish | N
         sums = finish.statistics
         lines.append(f"{sums.num_tokens} tokens in {sums.num_rounds} rounds, {1000 * sums.total_s:.0f} ms")
     if missing:
-        lines.append(f"incomplete: {missing} did not come within {ARRIVAL_S:g} s; workers need --otlp-endpoint too")
+        lines.append(f"incomplete: {missing} did not come in time; workers need --otlp-endpoint too")
     return lines

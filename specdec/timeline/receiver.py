@@ -1,7 +1,7 @@
 """Receives spans as an OpenTelemetry collector does (OTLP over gRPC), and keeps them in memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
@@ -28,22 +28,33 @@ class SpanReceiver:
         """Return the spans of one trace that have come."""
         return SpanTree(span for span in self.spans if span.trace_id == trace_id)
 
-    async def until_complete(self, trace_id: str, timeout_s: float) -> SpanTree:
-        """Return a trace once nothing of it is missing, or what there is after so long."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self.tree(trace_id).missing:
-                    self._came.clear()
-                    await self._came.wait()
-        except TimeoutError:
-            pass
-        return self.tree(trace_id)
+    async def until_complete(self, trace_id: str, quiet_s: float) -> SpanTree:
+        """Return a trace once nothing of it is missing, or once nothing more of it has come for so long."""
+        tree = self.tree(trace_id)
+        while tree.missing:
+            try:
+                async with asyncio.timeout(quiet_s):
+                    tree = await self._grown(trace_id, len(tree.spans))
+            except TimeoutError:
+                break
+        return tree
+
+    async def _grown(self, trace_id: str, num_spans: int) -> SpanTree:
+        """Return a trace once it has more spans than that."""
+        while len((tree := self.tree(trace_id)).spans) <= num_spans:
+            self._came.clear()
+            await self._came.wait()
+        return tree
+
+    def take(self, spans: Iterable[Recorded]) -> None:
+        """Keep spans, and tell those who wait for more."""
+        if len(self.spans) < MAX_SPANS:
+            self.spans += spans
+        self._came.set()
 
     async def export(self, request: collector.ExportTraceServiceRequest, _: object) -> object:
-        """Take spans."""
-        if len(self.spans) < MAX_SPANS:
-            self.spans += _recorded(request)
-        self._came.set()
+        """Answer an exporter."""
+        self.take(_recorded(request))
         return collector.ExportTraceServiceResponse()
 
 
@@ -95,5 +106,5 @@ def _span(span: trace_pb2.Span, process: str, service: str) -> Recorded:
     )
 
 
-def _attributes(pairs: "list[common_pb2.KeyValue] | object") -> dict[str, object]:
-    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value") for pair in pairs}  # type: ignore[attr-defined]
+def _attributes(pairs: Iterable[common_pb2.KeyValue]) -> dict[str, object]:
+    return {pair.key: getattr(pair.value, pair.value.WhichOneof("value") or "string_value") for pair in pairs}

@@ -19,7 +19,7 @@ from specdec.terminal import in_colour, is_coloured
 from specdec.watching.page import COLOURS, STATES, page
 from specdec.watching.readings import Reading, reading
 
-ASK_S = 5.0  # for one look; the service waits a second for a worker
+ASK_S = 10.0  # for one look; the service waits up to 3 s for a worker
 DEFAULT_INTERVAL_S = 2.0
 ONCE_S = 1.0  # between the two looks of a single page: rates need two
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"  # ECMA-48

@@ -1,5 +1,6 @@
 """`specdec trace`: one clock, lanes in which spans nest, and the table of phases."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -7,24 +8,25 @@ import pytest
 from specdec.timeline.chrome import chrome_trace
 from specdec.timeline.clocks import aligned, offset_ns
 from specdec.timeline.phases import phases, table
+from specdec.timeline.receiver import SpanReceiver
 from specdec.timeline.recorded import Recorded, SpanTree
 
 MS = 1_000_000
 SECOND = 1_000_000_000
 
 
-def span(name: str, begin_ms: float, end_ms: float, parent: str = "", process: str = "c", **facts: object) -> Recorded:
+def span(name: str, begin_ms: float, end_ms: float, parent: str = "", process: str = "c") -> Recorded:
     """Return a span whose id is its name and begin."""
     span_id = f"{name}@{begin_ms:g}"
     times = (round(begin_ms * MS), round(end_ms * MS))
-    return Recorded(name, "t", span_id, parent, process, {"c": "coordinator"}.get(process, process), *times, facts)
+    return Recorded(name, "t", span_id, parent, process, {"c": "coordinator"}.get(process, process), *times)
 
 
 def round_at(begin_ms: float, ahead_ms: float = 0.0) -> list[Recorded]:
     """A round of 10 ms whose commit takes 4 more; the workers' clocks are ahead."""
     own = f"round@{begin_ms:g}"
     propose, score = begin_ms + 1, begin_ms + 3
-    drafted, scored = propose + 0.2 + ahead_ms, score + 0.5 + ahead_ms
+    drafted, scored = propose + 0.1 + ahead_ms, score + 0.3 + ahead_ms
     return [
         span("round", begin_ms, begin_ms + 14),
         span("propose", propose, propose + 2, own),
@@ -117,9 +119,26 @@ def test_the_round_that_reads_the_prompt_is_left_out() -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    request = span("GenerationService/Generate", 0, 100, **{"specdec.num_rounds": 3})
+    request = replace(span("GenerationService/Generate", 0, 100), attributes={"specdec.num_rounds": 3})
     assert SpanTree([]).missing == "the coordinator's request"
     assert SpanTree([request, *trace(2).spans]).missing == "1 of 3 rounds"
     assert SpanTree([request, *trace(3).spans]).missing is None
     own = [each for each in trace(3).spans if each.process != "target"]
     assert SpanTree([request, *own]).missing == "the workers' side of 3 of 6 calls"
+
+
+async def test_a_trace_is_waited_for_as_long_as_spans_come() -> None:
+    receiver, whole_trace = SpanReceiver(), trace(2).spans
+    request = replace(span("GenerationService/Generate", 0, 100), attributes={"specdec.num_rounds": 2})
+    waiting = asyncio.create_task(receiver.until_complete("t", quiet_s=3600.0))
+    for each in (*whole_trace, request):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        receiver.take([replace(each, trace_id="another"), each])
+    assert len((await waiting).spans) == len(whole_trace) + 1
+
+
+async def test_a_trace_of_which_nothing_comes_is_given_up() -> None:
+    receiver = SpanReceiver()
+    receiver.take(trace(1).spans)
+    assert (await receiver.until_complete("t", quiet_s=0.01)).missing == "the coordinator's request"
