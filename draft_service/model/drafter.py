@@ -151,6 +151,7 @@ class ModelDrafter:
         if running and owner is session:
             del self._ahead[session.key]
             running.cancel()
+        self._engine.leave(session.key)  # its cache may make room for others at once
 
     def forget(self, session: WorkerSession) -> None:
         """Free the session's cache."""

@@ -84,7 +84,7 @@ class Residency:
         return True
 
     def forget(self, key: str) -> None:
-        """Forget a session that is over."""
+        """Forget a session that is over, or that nobody asks for."""
         self.dismiss(key)
         self._had_turn.discard(key)
 

@@ -137,7 +137,7 @@ class Schedule(Generic[TaskT]):
     def leave(self, key: str) -> None:
         """Let a session make room for others: nobody asks for its next round now."""
         self._pace.forget(key)
-        self._residency.dismiss(key)
+        self._residency.forget(key)  # whether it had its turn too: it may never come back
 
     def hold_s(self) -> float:
         """Return how long the next forward should wait for what may arrive."""

@@ -27,6 +27,7 @@ from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
 from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
 from specdec.serving.tracing.start import traced
+from specdec.serving.writing import Writer
 
 STATUS_SERVICE = "specdec.v1.StatusService"
 MAX_METADATA_BYTES = 16 << 10
@@ -119,13 +120,14 @@ async def _served(handler: Any, requests: AsyncIterator[bytes], context: Any) ->
         answer = behavior(_parsed_stream(requests, parse), context)
     else:
         answer = behavior(_parsed(await _only(requests), parse), context)
+    writer = Writer(context)
     if hasattr(answer, "__aiter__"):
         async for message in answer:
-            await context.write(message)
+            await writer.write(message)
     elif handler.response_streaming:
         await answer
     else:
-        await context.write(await answer)
+        await writer.write(await answer)
 
 
 def _where(error: BaseException) -> str:

@@ -102,6 +102,15 @@ async def test_a_short_prompt_hardly_waits_for_a_long_one() -> None:
         assert machine.first_token_s(f"behind {number}", SHORT) <= 2 * alone_s
 
 
+def test_sessions_that_left_are_not_remembered() -> None:
+    """Of those that made room for others too: clients that leave then would fill the memory."""
+    machine = Machine()
+    for number in range(100):
+        machine.schedule._residency._had_turn.add(f"left {number}")
+        machine.schedule.leave(f"left {number}")
+    assert not machine.schedule._residency._had_turn
+
+
 async def test_a_neighbours_gap_at_most_doubles() -> None:
     machine = Machine()
     neighbour = Neighbour(machine)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 
-from specdec.channel import MAX_REQUEST_BYTES, open_channel
+from specdec.channel import MAX_REQUEST_BYTES, PATIENT_PINGS, open_channel
 from specdec.v1 import generation_pb2, generation_pb2_grpc
 from tests.fuzz.neighbour import neighbouring
 from tests.fuzz.report import Report
@@ -82,7 +82,7 @@ async def _send_all(services: Services, report: Report, rng: random.Random) -> N
     left, requests = iter(range(report.num_messages)), [make() for make in LARGEST]
 
     async def send() -> None:
-        async with open_channel(services.address) as channel:
+        async with open_channel(services.address, pings=PATIENT_PINGS) as channel:  # as our client sends large requests
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             for _ in left:
                 await _send(stub, rng.choice(requests), report)

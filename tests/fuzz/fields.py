@@ -26,7 +26,7 @@ def mutate_fields(rng: random.Random, message: Message) -> None:
     """Change one field of a message, or of a message in it."""
     if not message.DESCRIPTOR.fields:
         return
-    field = rng.choice(message.DESCRIPTOR.fields)
+    field: Any = rng.choice(list(message.DESCRIPTOR.fields))
     if rng.random() < 0.2:
         message.ClearField(field.name)
     elif field.is_repeated:

@@ -30,11 +30,11 @@ ENDINGS = (
 END, REPEAT, DROP = 0.02, 0.05, 0.02  # how often a lie is an early end, an answer twice, or none
 
 
-class Liar(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio's types make it Any
+class Liar(grpc.GenericRpcHandler):
     """Passes calls on to a worker. `chance` of an answer is a lie; `spares` sees a stream's opening."""
 
     def __init__(self, address: str, seed: int, spares: Callable[[bytes], bool]) -> None:
-        self._channel = open_channel(address)
+        self._channel: Any = open_channel(address)
         self._rng = random.Random(seed)
         self._spares = spares
         self.chance = 0.0

@@ -53,7 +53,7 @@ class FakeIssuer:
         now = time.time()
         given = {"iss": self.url, "aud": AUDIENCE, "exp": now + 600, "sub": "acme"} | claims
         kept = {name: value for name, value in given.items() if value is not None}
-        signer = None if algorithm == "none" else key or self._key
+        signer: Any = None if algorithm == "none" else key or self._key
         return jwt.encode(kept, signer, algorithm=algorithm, headers={"kid": self._id})
 
     def answer(self, path: str) -> bytes | None:
