@@ -14,7 +14,7 @@ from tests.chaos.faults import Done, drawn_faults, kinds_of
 from tests.chaos.ledger import Ledger, Session, Text, View
 from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
 from tests.chaos.processes import Nursery, nursery
-from tests.chaos.report import gaps_s, report
+from tests.chaos.report import gaps_s, how_to_repeat, report
 from tests.chaos.run import Plan, run
 from tests.chaos.service import Size
 
@@ -166,3 +166,9 @@ def test_every_kind_of_fault_is_drawn_before_any_comes_again(is_durable: bool) -
 def test_only_some_kinds_are_drawn() -> None:
     assert kinds_of(is_durable=True, only=["store fails over", "store killed"]) == ["store fails over"]
     assert kinds_of(is_durable=False, only=["store fails over"]) == []
+
+
+def test_report_says_how_to_repeat_a_run() -> None:
+    assert how_to_repeat(Plan(8, 3, 1)) == "make chaos SESSIONS=8 FAULTS=3 SEED=1"
+    durable = Plan(8, 3, 1, size=Size(is_durable=True), only=("store fails over",))
+    assert how_to_repeat(durable).endswith(""" SEED=1 CHAOS_ARGS="--sentinels --only 'store fails over'\"""")
