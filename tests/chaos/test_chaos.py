@@ -116,6 +116,7 @@ def test_two_clients_of_a_session_see_one_text() -> None:
         ([chunk(0, 1, 2, origins=(ACCEPTED, BONUS)), chunk(2, 7, origins=(BONUS,)), chunk(3, 8)], True),  # no draft
         ([chunk(0, 1, 2, origins=(ACCEPTED, BONUS)), chunk(2, 7, 8, origins=(RECOVERED, RECOVERED))], False),
         ([chunk(0, 7, 2, origins=(ACCEPTED, BONUS)), chunk(2, 3, 4, origins=(BONUS, BONUS))], False),
+        ([chunk(0, 1, 7, origins=(ACCEPTED, BONUS)), chunk(2, 3, 4, origins=(ACCEPTED, BONUS))], False),
     ],
 )
 def test_text_of_a_seed_is_compared_up_to_the_first_lost_draft(chunks: list[Chunk], is_right: bool) -> None:
@@ -123,6 +124,16 @@ def test_text_of_a_seed_is_compared_up_to_the_first_lost_draft(chunks: list[Chun
     view = seen(ledger, SEEDED, *chunks)
     ledger.finish(view.session, view.tokens)
     assert (not ledger.violations) == is_right
+
+
+def test_a_run_without_faults_may_lack_drafts_too() -> None:
+    """On a busy machine: the rounds before are compared all the same."""
+    lacking = text((1, 2, 3, 4), (ACCEPTED, BONUS, BONUS, BONUS), 1, 1.0)
+    for tokens, is_right in (((1, 2, 7, 8), True), ((1, 7, 7, 8), False)):
+        ledger = Ledger()
+        view = seen(ledger, lacking, chunk(0, *tokens, origins=(ACCEPTED, BONUS, ACCEPTED, BONUS)))
+        ledger.finish(view.session, tokens)
+        assert (not ledger.violations) == is_right
 
 
 @pytest.mark.parametrize(("went_back", "num_violations"), [(True, 0), (False, 1)])
