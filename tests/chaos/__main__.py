@@ -7,8 +7,8 @@ import sys
 from tests.chaos.faults import KINDS, kinds_of
 from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
 from tests.chaos.processes import nursery
-from tests.chaos.report import report
-from tests.chaos.run import Plan, Result, run
+from tests.chaos.report import how_to_repeat, report
+from tests.chaos.run import AT_ONCE, Plan, Result, run
 from tests.chaos.service import Size
 
 
@@ -19,6 +19,7 @@ def main() -> None:
     plan = Plan(
         flags.sessions, flags.faults, flags.seed, flags.at_once, size, only=tuple(flags.only), mistake=flags.mistake
     )
+    print(f"chaos: {how_to_repeat(plan)}", flush=True)
     result = asyncio.run(_run(plan))
     print(report(result), flush=True)
     sys.exit(bool(result.violations))
@@ -35,7 +36,7 @@ def _flags() -> argparse.Namespace:
     add("--sessions", type=int, default=200, help="how many (default: %(default)s)")
     add("--faults", type=int, default=60, help="how many (default: %(default)s)")
     add("--seed", type=int, default=1, help="decides what goes wrong, and where (default: %(default)s)")
-    add("--at-once", type=int, default=16, help="sessions at once (default: %(default)s)")
+    add("--at-once", type=int, default=AT_ONCE, help="sessions at once (default: %(default)s)")
     add("--sentinels", action="store_true", help="a Redis with replicas, watched by Sentinels, in durable mode")
     add("--only", action="append", default=[], choices=list(KINDS), help="a kind of fault; all others are left out")
     add("--mistake", default="", choices=[*OF_PROCESSES, *OF_CLIENTS], help="plant a mistake, which must be found")

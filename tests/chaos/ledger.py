@@ -77,6 +77,7 @@ class Ledger:
     endings: Counter[str] = field(default_factory=Counter)
     wrong: Counter[str] = field(default_factory=Counter)  # tokens lost, doubled, changed
     num_tokens: int = 0
+    num_compared: int = 0  # of these, with a run without faults
     num_retries: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set by each chunk
 
@@ -141,8 +142,13 @@ class Ledger:
         if undisturbed is None:
             return
         agreed = num_comparable(view, undisturbed)
+        self.num_compared += agreed
         if tuple(view.tokens[:agreed]) != undisturbed.tokens[: len(view.tokens)][:agreed]:
-            self.violated(session, "changed", "its text is not that of a run without faults")
+            pairs = zip(view.tokens, undisturbed.tokens, strict=False)
+            first = next((place for place, (mine, expected) in enumerate(pairs) if mine != expected), "its end")
+            self.violated(
+                session, "changed", f"from {first} on it is not that of a run without faults: {describe(view)}"
+            )
         is_short = len(view.tokens) < len(undisturbed.tokens)
         if is_short and view.end_s is not None and not (session.is_cancelled or session.is_lost):
             self.violated(session, "lost", f"it ended after {len(view.tokens)} of {len(undisturbed.tokens)} tokens")
@@ -155,14 +161,29 @@ def num_comparable(view: View, undisturbed: Completion) -> int:
     if text.sampling.temperature == 0 or not wanted:
         return length
     done = 0
-    for mine, expected in zip(
-        rounds(view.tokens, view.origins), rounds(undisturbed.tokens, undisturbed.origins), strict=False
-    ):
-        tokens, origins = mine
-        if mine != expected and origins[-1] is TokenOrigin.BONUS and len(origins) <= wanted:
+    mine, expected = rounds(view.tokens, view.origins), rounds(undisturbed.tokens, undisturbed.origins)
+    for pair in zip(mine, expected, strict=False):
+        if pair[0] != pair[1] and any(_lacks_drafts(played, wanted) for played in pair):
             return done
-        done += len(tokens)
+        done += len(pair[0][0])
     return length
+
+
+def _lacks_drafts(played: Round, wanted: int) -> bool:
+    """Whether all drafts of a round were accepted, and were fewer than wanted: it was short of some.
+
+    A machine that is busy enough loses drafts without any fault.
+    """
+    _, origins = played
+    return origins[-1] is TokenOrigin.BONUS and len(origins) <= wanted
+
+
+def describe(view: View) -> str:
+    """Say what was asked for, and in which rounds the text came."""
+    text = view.session.text
+    lengths = [len(tokens) for tokens, _ in rounds(view.tokens, view.origins)]
+    wanted = text.speculation.num_draft_tokens
+    return f"temperature {text.sampling.temperature:g}, {wanted} draft tokens, rounds of {lengths}"
 
 
 def rounds(tokens: Sequence[int], origins: Sequence[TokenOrigin]) -> Iterator[Round]:

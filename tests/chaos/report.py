@@ -4,7 +4,7 @@ from statistics import median
 
 from tests.chaos.faults import Done
 from tests.chaos.ledger import Ledger
-from tests.chaos.run import Result
+from tests.chaos.run import AT_ONCE, Plan, Result
 
 AFTER_S = 1.0  # a wait that begins so soon after a fault is counted with it
 MAX_SHOWN = 20  # violations
@@ -12,7 +12,7 @@ MAX_SHOWN = 20  # violations
 
 def report(result: Result) -> str:
     """Return the whole report."""
-    ledger, plan = result.ledger, result.plan
+    ledger = result.ledger
     lost = sum(session.is_lost for session in ledger.sessions)
     rolled_back = sum(session.was_rolled_back for session in ledger.sessions)
     wrong = ", ".join(f"{kind} {ledger.wrong[kind]}" for kind in ("lost", "doubled", "changed", "failed"))
@@ -21,15 +21,26 @@ def report(result: Result) -> str:
             *_table(result),
             "",
             f"sessions {len(ledger.sessions)}, by {sum(len(session.views) for session in ledger.sessions)} clients; "
-            f"tokens {ledger.num_tokens}; retries {ledger.num_retries}; {result.elapsed_s:.0f} s",
+            f"retries {ledger.num_retries}; {result.elapsed_s:.0f} s",
+            f"tokens {ledger.num_tokens}, of these {ledger.num_compared} compared with a run without faults",
             "streams ended: "
             + (", ".join(f"{how} {count}" for how, count in sorted(ledger.endings.items())) or "none"),
             f"sessions that lived through a rollback {rolled_back}: whole {rolled_back - lost}, said to be lost {lost}",
             f"wrong {len(result.violations)} ({wrong}; left behind {len(result.left)})",
             *(f"  {violation}" for violation in result.violations[:MAX_SHOWN]),
-            f"repeat it: make chaos SESSIONS={plan.num_sessions} FAULTS={plan.num_faults} SEED={plan.seed}",
+            f"repeat it: {how_to_repeat(result.plan)}",
         ]
     )
+
+
+def how_to_repeat(plan: Plan) -> str:
+    """Return the command that draws the same faults."""
+    options = [f"--at-once {plan.num_at_once}"] if plan.num_at_once != AT_ONCE else []
+    options += ["--sentinels"] if plan.size.is_durable else []
+    options += [f"--only '{kind}'" for kind in plan.only]
+    options += [f"--mistake '{plan.mistake}'"] if plan.mistake else []
+    command = f"make chaos SESSIONS={plan.num_sessions} FAULTS={plan.num_faults} SEED={plan.seed}"
+    return command + (f' CHAOS_ARGS="{" ".join(options)}"' if options else "")
 
 
 def _table(result: Result) -> list[str]:

@@ -18,6 +18,7 @@ from tests.chaos.models import save_models
 from tests.chaos.processes import Nursery
 from tests.chaos.service import TTL_S, Models, Service, Size, running_service
 
+AT_ONCE = 16
 MAX_FAULTS_AT_ONCE = 3
 MAX_WAIT_S = 5.0  # for the next share of the work, until the next fault comes all the same
 
@@ -29,7 +30,7 @@ class Plan:
     num_sessions: int
     num_faults: int
     seed: int
-    num_at_once: int = 16  # sessions
+    num_at_once: int = AT_ONCE  # sessions
     size: Size = field(default_factory=Size)
     longest_fault_s: float = 4.0
     only: tuple[str, ...] = ()  # kinds of fault; empty: all
