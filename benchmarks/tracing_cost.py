@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -70,14 +71,13 @@ async def measured_us(kind: str) -> float:
     generation = Generation((0, 1), sampling, Limits(NUM_TOKENS, NUM_TOKENS + 10), NoText())
     chooser = PlanChooser(SharedStatistics(), ["toy"], 5, 3)
     parts = RoundParts({"toy": Drafter()}, Scorer(), TokenRule(), chooser)
-    begin_s = time.process_time()
-    if kind in EVERY:
-        from specdec.serving.tracing.otlp import OtlpTracer
+    with ExitStack() as stack:
+        if kind in EVERY:
+            from specdec.serving.tracing.otlp import OtlpTracer
 
-        tracer = OtlpTracer("benchmark", "http://127.0.0.1:1", EVERY[kind])
-        with tracer.request("Generate", {}):
-            await run_rounds(generation, parts, commit)
-    else:
+            tracer = OtlpTracer("benchmark", "http://127.0.0.1:1", EVERY[kind])
+            stack.enter_context(tracer.request("Generate", {}))
+        begin_s = time.process_time()
         await run_rounds(generation, parts, commit)
     return 1e6 * (time.process_time() - begin_s) / generation.statistics.num_rounds
 
