@@ -124,8 +124,9 @@ async def complete(client: AsyncClient, name: str, seed: int, timeout_s: float =
 async def _served(folder: Path, redis_url: str) -> AsyncIterator[Cluster]:
     target, draft = (save_tokenizer(build("llama", folder / name), VOCAB_SIZE) for name in ("target", "draft"))
     chunks = {"prefill_chunk_tokens": PREFILL_CHUNK_TOKENS}
-    own = {"store": redis_url, "session_ttl_s": 10.0}
-    async with cluster(target, draft, draft_settings=chunks, target_settings=chunks, **own) as running:
+    async with cluster(
+        target, draft, draft_settings=chunks, target_settings=chunks, store=redis_url, session_ttl_s=10.0
+    ) as running:
         yield running
 
 
@@ -166,5 +167,6 @@ async def _calm(client: AsyncClient) -> tuple[tuple[int, ...], float]:
 
 async def _secret(redis_url: str) -> bytes:
     async with Redis.from_url(redis_url) as redis:
-        secret: bytes = await redis.get(SECRET_KEY)
-        return secret
+        secret = await redis.get(SECRET_KEY)
+    assert isinstance(secret, bytes)
+    return secret

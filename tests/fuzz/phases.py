@@ -101,10 +101,11 @@ async def lying_target(services: Services, num_messages: int, seed: int) -> Repo
 
 
 PHASES = {
-    "crowd": crowd,
     "coordinator": fuzz_coordinator,
     "target": fuzz_target,
     "draft": fuzz_draft,
     "lying-draft": lying_draft,
     "lying-target": lying_target,
 }
+# run where it is named: memory does not stay within its bound yet (docs/security.md)
+MEASURED = {"crowd": crowd}

@@ -135,9 +135,9 @@ def _sampling(rng: random.Random) -> SamplingParams:
     if rng.random() < 0.4:
         return SamplingParams(temperature=0, max_new_tokens=rng.randint(1, 12), seed=1)
     return SamplingParams(
-        temperature=rng.choice((0.5, 1.0, 2.0)), top_k=rng.choice((None, 5)), top_p=rng.choice((None, 0.9)),
-        min_p=rng.choice((None, 0.05)), repetition_penalty=rng.choice((None, 1.3)),
-        presence_penalty=rng.choice((None, 0.5)), frequency_penalty=rng.choice((None, 0.5)), seed=rng.getrandbits(32),
+        temperature=rng.choice((0.5, 1.0, 2.0)), top_k=rng.choice((0, 5)), top_p=rng.choice((1.0, 0.9)),
+        min_p=rng.choice((0.0, 0.05)), repetition_penalty=rng.choice((1.0, 1.3)),
+        presence_penalty=rng.choice((0.0, 0.5)), frequency_penalty=rng.choice((0.0, 0.5)), seed=rng.getrandbits(32),
         max_new_tokens=rng.randint(1, 12), num_logprobs=rng.choice((None, 0, 5)), logit_bias=rng.choice(({}, {3: 5.0})),
         stop=rng.choice(((), ("t7",))), stop_token_ids=rng.choice(((), (9,))), ignore_eos=rng.random() < 0.5,
     )  # fmt: skip

@@ -16,7 +16,7 @@ from tests.fuzz.phases import PHASES
 from tests.fuzz.scripts import Seen, coordinator_script, draft_script, target_script
 from tests.fuzz.services import Services, running_services
 
-NUM_MESSAGES = 600  # of each phase
+NUM_MESSAGES = {"coordinator": 1500, "target": 2000, "draft": 2000, "lying-draft": 150, "lying-target": 60}
 SEED = 20260101
 
 
@@ -29,7 +29,7 @@ async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Se
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("phase", PHASES)
 async def test_nothing_hostile_harms_the_services(services: Services, phase: str) -> None:
-    report = await PHASES[phase](services, NUM_MESSAGES, SEED)
+    report = await PHASES[phase](services, NUM_MESSAGES[phase], SEED)
     assert not report.wrong, "\n".join(report.lines())
     assert report.codes.total() > 0
 
