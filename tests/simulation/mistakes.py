@@ -359,14 +359,6 @@ MISTAKES = [
         hole="H9",
     ),
     Mistake(
-        "a former owner releases its successor's lease",
-        "release.lua",
-        "if redis.call('HGET', KEYS[1], 'epoch') == ARGV[1] then",
-        "if true then",
-        0,
-        STOPPED | frozenset({"slow down"}),
-    ),
-    Mistake(
         "a tail shows tokens that the log does not have",
         "tail.lua",
         "tokens = redis.call('GETRANGE', KEYS[2], 4 * known, -1)",
