@@ -203,8 +203,14 @@ class Coordinator:
 
     async def watch(self, period_s: float = PERIOD_S) -> None:
         """Renew the leases of sessions, and compare what was shown of them with the store, forever."""
-        metrics.PREDICTED_WAIT_S.set_function(lambda: self.admission.wait_s(0))
-        await self._upkeep.run(period_s)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._upkeep.run(period_s), name="upkeep of sessions")
+            group.create_task(self._report_wait(period_s), name="predicted wait")
+
+    async def _report_wait(self, period_s: float) -> None:
+        while True:
+            metrics.PREDICTED_WAIT_S.set(self.admission.wait_s(0))
+            await asyncio.sleep(period_s)
 
     async def _is_current(self, followed: FollowedGeneration, position: Position) -> bool:
         """Ask the store whether a session, of which a client has more or other tokens, has the owner that is followed.

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,10 @@ from tests.support.redis_server import RedisServer, running_redis
 
 # servers in the test's own process log a line a request, as they do by default, not one a round
 structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
+
+# what a shell started in the background ignores SIGINT, and so would the processes that tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

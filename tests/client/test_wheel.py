@@ -58,7 +58,7 @@ def test_wheel_has_the_stubs_and_their_types(wheel: zipfile.ZipFile) -> None:
         for kind in ("pb2", "pb2_grpc")
         for suffix in ("py", "pyi")
     }
-    assert len(stubs) == 16
+    assert len(stubs) == 20
     assert stubs <= set(wheel.namelist())
     assert "specdec/py.typed" in wheel.namelist()
 

@@ -10,6 +10,7 @@
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -68,6 +69,11 @@ class Lease:
     owner: str = ""
     leased_at: bytes = b""  # empty: released, or never leased
     seen_at_s: float = 0.0  # when it was there first
+
+    @classmethod
+    def of(cls, meta: dict[bytes, bytes], seen_at_s: float) -> "Lease":
+        """Return the lease in a session's fields."""
+        return cls(meta.get(b"owner", b"").decode(), meta.get(b"leased_at", b""), seen_at_s)
 
 
 @dataclass(slots=True)
@@ -136,6 +142,7 @@ class Ledger:
                 log.tokens = tokens
                 log.digest = store.meta(session_id)[b"digest"] if tokens else b""
                 log.epoch = int(store.meta(session_id)[b"epoch"]) if tokens else 0
+                log.lease = _lease_of_old(store, session_id) if tokens else Lease()
 
     def store_failed_over(self, store: SimulatedRedis) -> None:
         """Take the store as it is: what its replica lacked was not acknowledged. What was shown must be there."""
@@ -146,6 +153,7 @@ class Ledger:
             log.tokens = unpack_tokens(store.tokens(session_id)) if session_id in held else ()
             log.digest = store.meta(session_id)[b"digest"] if log.tokens else b""
             log.epoch = int(store.meta(session_id)[b"epoch"]) if log.tokens else 0
+            log.lease = _lease_of_old(store, session_id) if log.tokens else Lease()
             if list(log.completion[: len(log.shown)]) != log.shown:
                 self.violated(f"session {session_id[:4]}: the replica lacks what was shown")
 
@@ -174,11 +182,11 @@ class Ledger:
     def _check_lease(self, log: Log, store: SimulatedRedis, session_id: str, meta: dict[bytes, bytes]) -> None:
         """Check that a session changes hands only where it may."""
         before, now_s = log.lease, self.trace.now_s()
-        owner, leased_at = meta.get(b"owner", b"").decode(), meta.get(b"leased_at", b"")
-        if (owner, leased_at) == (before.owner, before.leased_at):
+        lease = Lease.of(meta, now_s)
+        if (lease.owner, lease.leased_at) == (before.owner, before.leased_at):
             return
-        log.lease = Lease(owner, leased_at, now_s)
-        if not owner or not before.leased_at or owner == before.owner:
+        log.lease = lease
+        if not lease.owner or not before.leased_at or lease.owner == before.owner:
             return
         former = self.owners.get(before.owner)
         if now_s - before.seen_at_s < LEASE_S and store.calm_s > now_s - before.seen_at_s:
@@ -234,3 +242,8 @@ class Ledger:
             common = len(log.shown) if not log.is_lost else min(len(log.shown), len(log.completion))
             if not log.is_forgotten and list(log.completion[:common]) != log.shown[:common]:
                 self.violated(f"session {session_id[:4]}: its log is not what was shown")
+
+
+def _lease_of_old(store: SimulatedRedis, session_id: str) -> Lease:
+    """Return a lease of a store that went back in time: nobody knows when it was renewed."""
+    return Lease.of(store.meta(session_id), -math.inf)

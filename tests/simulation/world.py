@@ -20,7 +20,16 @@ from tests.simulation.store import Replica, SimulatedRedis, virtual_wall_clock
 
 MAX_WORLD_S = 1500.0  # virtual; clients give up earlier
 MAX_CLOCK_OFFSET_S = 5000.0  # more than clocks jump in one world
-FOREVER = ("capabilities", "upkeep", "leases", "comparisons", "target pool", "draft pool")  # of every coordinator
+FOREVER = (  # tasks of every coordinator
+    "capabilities",
+    "upkeep",
+    "upkeep of sessions",
+    "leases",
+    "comparisons",
+    "predicted wait",
+    "target pool",
+    "draft pool",
+)
 PATIENCE = 20  # looks at what is left, half a second apart
 QUIET_S = KEEPALIVE_S[1] + 5.0  # after the last client: what was silently lost has been noticed
 
