@@ -14,7 +14,7 @@ from coordinator.pool.resolving import Resolve
 from coordinator.pool.watching import PoolWatch
 from coordinator.round_times import RoundTimes
 from coordinator.rounds import Drafted
-from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerGroup, WorkerStream, answered
+from coordinator.streams import DESCRIBE_TIMEOUT_S, Checks, SessionOpening, WorkerGroup, WorkerStream, answered
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec
@@ -28,7 +28,7 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
 MIN_ROUND_S = 2.0  # the least that a proposal is waited for: a busy machine may pause for a second
 ROUND_FACTOR = 4.0
-CHECK_S = 0.5  # after so long a round asks whether its worker has stopped
+CHECKS = Checks(after_s=0.3, timeout_s=0.5, needs_other=False)  # a round goes on without a draft
 MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 MAX_PENDING_BYTES = 8 << 20  # of these: half of the largest message
 REFUSED_FAILURES = 8  # failures to count after a refusal: a repeated request will be refused again, so wait longest
@@ -77,7 +77,7 @@ class DraftWorkers:
     def __init__(self, pool: WorkerPool[Offer], timeout_s: float, outside: Outside = REAL) -> None:
         self.pool = pool
         times = RoundTimes(min(MIN_ROUND_S, timeout_s), timeout_s, ROUND_FACTOR)
-        self._group = WorkerGroup("draft", pool, times, CHECK_S, outside)
+        self._group = WorkerGroup("draft", pool, times, CHECKS, outside)
         self._outside = outside
 
     def open(

@@ -6,7 +6,6 @@ worker the pool picks, and sends everything.
 """
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,6 @@ from specdec.types import SamplingParams
 
 DESCRIBE_TIMEOUT_S = 2.0
 FIND_S = 0.25  # for a worker that lost its connection to answer on another one
-CHECK_TIMEOUT_S = 1.0  # for a worker that is late to answer a probe
 STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
 # this session, while it may serve others
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
@@ -88,13 +86,22 @@ Message = Callable[[int, Sequence[int], bytes], Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Checks:
+    """When a round asks whether its worker still answers, and gives up waiting if it does not."""
+
+    after_s: float  # the round's age, and the time from one question to the next
+    timeout_s: float  # for the answer
+    needs_other: bool = True  # whether giving up is of use only where another worker can be asked
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerGroup(Generic[DescriptionT]):
     """The workers of one kind, and what all sessions of a coordinator know of them."""
 
     kind: str
     pool: WorkerPool[DescriptionT]
     times: RoundTimes
-    check_s: float = math.inf  # after so long a round asks whether its worker still answers, and again each time
+    checks: Checks | None = None
     outside: Outside = REAL
 
 
@@ -169,34 +176,36 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
 
     @contextmanager
     def _checked(self, timer: asyncio.Timeout) -> Iterator[None]:
-        """Let the time be up as soon as the worker does not answer probes any more, if another one can be asked."""
-        checks: list[asyncio.Future[None]] = []  # at most one
+        """Let the time be up as soon as the worker does not answer probes any more."""
+        checks = self._group.checks
+        if checks is None:
+            yield
+            return
+        checking: list[asyncio.Future[None]] = []  # at most one
 
         def begin() -> None:
-            checks.append(asyncio.ensure_future(self._check(timer)))
+            checking.append(asyncio.ensure_future(self._check(checks, timer)))
 
-        check_s = self._group.check_s
-        due = asyncio.get_running_loop().call_later(check_s, begin) if check_s < math.inf else None
+        due = asyncio.get_running_loop().call_later(checks.after_s, begin)
         try:
             yield
         finally:
-            if due:
-                due.cancel()
-            for check in checks:
+            due.cancel()
+            for check in checking:
                 check.cancel()
 
-    async def _check(self, timer: asyncio.Timeout) -> None:
-        while not await self._has_stopped():  # noqa: ASYNC110  # a worker sends no events
-            await asyncio.sleep(self._group.check_s)
+    async def _check(self, checks: Checks, timer: asyncio.Timeout) -> None:
+        while not await self._has_stopped(checks):  # noqa: ASYNC110  # a worker sends no events
+            await asyncio.sleep(checks.after_s)
         if not timer.expired():
             timer.reschedule(asyncio.get_running_loop().time())
 
-    async def _has_stopped(self) -> bool:
-        """Return whether the worker is silent, and there is another one: work is only given up where it is of use."""
-        if self._worker is None or not self._group.pool.has_other({self._worker.address}):
+    async def _has_stopped(self, checks: Checks) -> bool:
+        """Return whether the worker is silent; work is only given up where that is of use."""
+        if self._worker is None or (checks.needs_other and not self._group.pool.has_other({self._worker.address})):
             return False
         try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
+            async with asyncio.timeout(checks.timeout_s):
                 return not await self._worker.probe() and self._worker.is_silent
         except TimeoutError:
             return True

@@ -16,7 +16,7 @@ from coordinator.pool.resolving import Resolve
 from coordinator.pool.watching import PoolWatch
 from coordinator.round_times import RoundTimes
 from coordinator.rounds import Scored
-from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerGroup, WorkerStream, answered
+from coordinator.streams import DESCRIBE_TIMEOUT_S, Checks, SessionOpening, WorkerGroup, WorkerStream, answered
 from specdec import messages
 from specdec.errors import (
     ContextTooShortError,
@@ -39,7 +39,7 @@ RETRY = RetryPolicy(first_s=0.1, maximum_s=1.0)  # where no target worker is in 
 REROUTE = RetryPolicy(first_s=0.01, factor=1.3, maximum_s=0.5)  # where another one can be asked
 MIN_ROUND_S = 10.0  # a worker that answers probes is waited for so long at least: it may be busy with others' prompts
 ROUND_FACTOR = 10.0
-CHECK_S = 0.5  # after so long a round asks whether its worker has stopped
+CHECKS = Checks(after_s=0.5, timeout_s=1.0)
 # of one round, fewer than end a worker (specdec/serving/model_worker.py): what one session asks must not end workers
 MAX_INTERNAL_ERRORS = 7
 TargetStream: TypeAlias = "WorkerStream[target_pb2.ScoreResponse, ModelInfo]"
@@ -69,7 +69,7 @@ class TargetWorkers:
     ) -> None:
         self.pool = pool
         times = RoundTimes(min(MIN_ROUND_S, timeout_s), timeout_s, ROUND_FACTOR)
-        self._group = WorkerGroup("target", pool, times, CHECK_S, outside)
+        self._group = WorkerGroup("target", pool, times, CHECKS, outside)
         self._patience_s, self._outside = patience_s, outside
         self.loads = ReportedLoads(outside)
 

@@ -242,6 +242,8 @@ async def _answered(
         if not answering.done():
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
+        elif not answering.cancelled():
+            answering.exception()  # looked at, so that nothing is logged where the stream ended in the same moment
 
 
 def _log_end(stream: SessionStream, rounds: SessionRounds) -> None:

@@ -91,17 +91,20 @@ async def test_a_round_has_its_phases_and_the_workers_their_parts(traced: Traced
     _, tree = await ask(traced)
     for each in tree.named("round"):
         names = Counter(child.name for child in tree.children(each))
-        assert names["propose"] == names["score"] == names["accept"] == names["commit"] == 1
+        has_draft = each.attributes["specdec.drafter"] != "none"  # none: it was late, on a busy machine
+        assert names["score"] == names["accept"] == names["commit"] == 1
+        assert names["propose"] >= has_draft
         assert names["emit"] <= 1  # a client that is late gets several rounds at once
         (scoring,) = tree.children(each, "score")
         (answer,) = tree.children(scoring)
         assert (answer.name, answer.service) == ("TargetService/Score", "specdec-target")
         assert [part.name for part in tree.children(answer)] == ["queue", "forward", "sampling"]
-        (drafting,) = tree.children(each, "propose")
-        (answer,) = tree.children(drafting)
-        assert (answer.name, answer.service) == ("DraftService/Propose", "specdec-draft")
-        assert scoring.attributes["specdec.worker"] != drafting.attributes["specdec.worker"]
+        for drafting in tree.children(each, "propose") if has_draft else ():
+            (answer,) = tree.children(drafting)
+            assert (answer.name, answer.service) == ("DraftService/Propose", "specdec-draft")
+            assert scoring.attributes["specdec.worker"] != drafting.attributes["specdec.worker"]
     assert tree.named("emit")
+    assert tree.named("DraftService/Propose")
 
 
 async def test_the_first_rounds_are_traced_and_then_one_in_sixteen(traced: Traced) -> None:
@@ -126,7 +129,7 @@ async def test_rounds_add_up_to_the_text(traced: Traced) -> None:
     sums = completion.finish.statistics
     assert sum_of(rounds, "num_tokens") == len(completion.tokens) == NUM_TOKENS
     assert sum_of(rounds, "num_accepted_tokens") >= sums.num_accepted_tokens
-    assert {each.attributes["specdec.drafter"] for each in rounds} == {"model"}
+    assert "model" in {each.attributes["specdec.drafter"] for each in rounds} <= {"model", "none"}
 
 
 def sum_of(rounds: list[Recorded], name: str) -> int:

@@ -1,16 +1,13 @@
 """Who may use a session at a target worker: epochs, streams, rounds."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
 
-from specdec.errors import (
-    FencedError,
-    UnavailableError,
-    from_rpc_error,
-)
+from specdec.errors import FencedError, InvalidArgumentError, UnavailableError, from_rpc_error
 from specdec.serving.session_stream import EpochFence, SessionRounds, SessionStream, WorkerSession, serve_session
 from specdec.v1 import target_pb2 as pb
 from specdec.v1 import types_pb2
@@ -111,6 +108,40 @@ async def test_a_session_has_one_round_at_a_time() -> None:
         await older
     await newer
     assert events == ["1 begins", "1 ends", "3 begins", "3 ends"]
+
+
+async def test_a_round_that_fails_as_its_stream_is_cancelled_leaves_no_error_behind() -> None:
+    failing, logged = asyncio.Event(), list[object]()
+
+    class Rounds(SessionRounds):
+        async def answer(self, message: pb.Score, is_first: bool) -> pb.ScoreResponse:
+            await failing.wait()
+            raise InvalidArgumentError({"score": "is wrong"})
+
+        def forget(self) -> None: ...
+
+    async def requests() -> AsyncIterator[pb.ScoreRequest]:
+        yield pb.ScoreRequest(open=pb.OpenTarget())
+        yield score_request(start=1)
+
+    async def write(answer: object) -> None: ...
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
+    session = WorkerSession("s", 1, PLAIN, 0)
+    stream = SessionStream(requests(), "score")
+    serving = asyncio.create_task(serve_session(stream, write, EpochFence(), lambda _: Rounds(session)))
+    for _ in range(10):  # turns of the event loop, more than the round needs to begin
+        await asyncio.sleep(0)
+    failing.set()
+    await asyncio.sleep(0)  # the round fails in this turn
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    del serving  # with the frames that its exception holds
+    for _ in range(10):  # until the loop holds nothing of the round either
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not logged
 
 
 def test_the_fence_drops_the_least_recent_sessions() -> None:
