@@ -92,7 +92,10 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 @contextmanager
 def running_failover(**settings: object) -> Iterator[Failover]:
-    """Run a master, its replicas and the Sentinels; yield once all know each other. `settings` are the servers'."""
+    """Run a master, its replicas and the Sentinels; yield once all know each other. `settings` are the servers'.
+
+    All have append-only files: else a master that is killed comes back empty, and a replica still set to it copies that.
+    """
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-sentinel-")))
         master = _server(root / "0", stack, settings)
@@ -107,7 +110,7 @@ def running_failover(**settings: object) -> Iterator[Failover]:
 def _server(folder: Path, stack: ExitStack, settings: dict[str, object]) -> RedisServer:
     folder.mkdir()
     usual = {"repl_diskless_sync": "yes", "repl_diskless_sync_delay": 0, "enable_debug_command": "yes"}
-    server = RedisServer(folder, append_only=False, **usual, **settings)
+    server = RedisServer(folder, append_only=True, **usual, **settings)
     server.start()
     stack.callback(server.kill)
     return server
