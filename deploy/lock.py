@@ -18,6 +18,8 @@ FOLDER = REPOSITORY / "deploy/requirements"
 PYTHONS = ("3.12", "3.11")  # of the default PYTHON_IMAGE, and of Debian 12
 PROCESSORS = ("x86_64", "aarch64")
 GLIBCS = ("2_17", "2_26", "2_27", "2_28", "2_31", "2_34")  # those that wheels name and Debian 12 has
+# of Debian 12's Python, 3.11.2: pip reads conditions on the patch version for the Python that runs it
+BEFORE_3_11_3 = ("async-timeout",)
 # by itself: its index is an argument of the build. What it needs besides the libraries of a GPU
 TORCH = "torch"
 TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
@@ -34,7 +36,10 @@ def sets() -> dict[str, list[str]]:
     models = [each for each in extras["models"] if not each.startswith(("specdec", TORCH))]
     return {
         "build": settings["build-system"]["requires"],
-        "services": [*project["dependencies"], *extras["server"], *extras["embedded"], *extras["tracing"]],
+        "services": [
+            *(*project["dependencies"], *extras["server"], *extras["embedded"], *extras["tracing"]),
+            *BEFORE_3_11_3,
+        ],
         "models": [*models, *TORCH_NEEDS],
     }
 

@@ -26,6 +26,7 @@ class Size:
     num_targets: int = 2
     num_drafts: int = 2
     is_durable: bool = False  # Sentinels and replicas instead of one Redis
+    ttl_s: int = TTL_S  # of a session's keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class _Adder:
         flags = (
             *("--tokenizer", str(models.target), "--target", addresses["target"], "--draft", addresses["draft"]),
             *store_flags,
-            *("--session-ttl-s", str(TTL_S), "--drain-s", "0.5"),
+            *("--session-ttl-s", str(size.ttl_s), "--drain-s", "0.5"),
             *("--store-patience-s", str(PATIENCE_S), "--target-patience-s", str(PATIENCE_S)),
         )
         part = self._add("coordinator", "coordinator", flags)

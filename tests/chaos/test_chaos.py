@@ -10,6 +10,7 @@ import pytest_asyncio
 from specdec.completion import Chunk, Completion, Finish, Usage
 from specdec.errors import DataLossError, UnavailableError
 from specdec.types import FinishReason, SamplingParams, SpeculationParams, Statistics, TokenOrigin
+from tests.chaos import soak
 from tests.chaos.faults import Done, drawn_faults, kinds_of
 from tests.chaos.ledger import Ledger, Session, Text, View
 from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
@@ -45,6 +46,19 @@ async def test_mistakes_are_found(forks: Nursery, mistake: str) -> None:
     size = Size(num_coordinators=1, num_drafts=0)
     result = await run(Plan(num_sessions=8, num_faults=0, seed=2, size=size, mistake=mistake), forks)
     assert result.ledger.violations, report(result)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_short_soak(forks: Nursery) -> None:
+    plan = soak.Plan(num_faults=6, seed=3, fault_s=1.0, longest_fault_s=1.0, calibration_s=1.0, look_s=0.5)
+    assert await soak.soak(plan, forks) == []
+
+
+def test_soak_finds_what_grows() -> None:
+    flat = [soak.Look(number, {("MB", "target 1"): 200.0 + number % 5}) for number in range(60)]
+    assert soak.grown(flat) == []
+    rising = [soak.Look(number, {("MB", "target 1"): 200.0 + number}) for number in range(60)]
+    assert soak.grown(rising) == ["target 1: 230 MB in the middle, 250 in the end"]
 
 
 # ---- the ledger

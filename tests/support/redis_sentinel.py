@@ -94,7 +94,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 def running_failover(**settings: object) -> Iterator[Failover]:
     """Run a master, its replicas and the Sentinels; yield once all know each other. `settings` are the servers'.
 
-    All have append-only files: else a master that is killed comes back empty, and a replica still set to it copies that.
+    All have append-only files: else a killed master comes back empty, and a replica still set to it copies that.
     """
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-sentinel-")))
