@@ -44,6 +44,7 @@ from tests.support.redis_server import RedisServer
         (["up", "--target", "x", "--port", "99999"], "--port"),
         (["up", "--target", "x", "--dtype", "int8"], "bfloat16"),
         (["up", "--target", "./no-such-folder"], "there is no folder ./no-such-folder"),
+        (["up", "--target", "models/drafft"], "no folder models/drafft; beside it there are models/draft, "),
         (["up", "--target", "/"], "holds no model (no config.json)"),
         (["up", "--target", "org/name", "--draft", "a/b/c"], "--draft: there is no folder a/b/c"),
         (["up", "--target", __file__], f"--target: {__file__} is a file; give the model's folder"),

@@ -53,6 +53,15 @@ def _check_model(flag: str, name: str) -> None:
         raise CannotRun(f"{flag}: {name} is a file; give the model's folder", 2)
     elif not HUB_ID.fullmatch(name) or name.startswith("."):
         raise CannotRun(f"{flag}: there is no folder {name}; give a model's folder, or a hub id like org/name", 2)
+    else:
+        _check_neighbours(flag, name, folder)
+
+
+def _check_neighbours(flag: str, name: str, folder: Path) -> None:
+    """Refuse what is rather a mistyped folder than a hub id, for which a hub would be asked for a minute."""
+    beside = sorted(str(each.parent) for each in folder.parent.glob("*/config.json")) if "/" in name else []
+    if beside:
+        raise CannotRun(f"{flag}: there is no folder {name}; beside it there are {', '.join(beside)}", 2)
 
 
 def _check_folder(flag: str, name: str, folder: Path) -> None:
@@ -75,6 +84,8 @@ def _check_heads(options: Options) -> None:
             raise CannotRun(f"--{name}-head: the folder {head} holds no head (no config.json)", 2)
         if not folder.is_dir() and (head.startswith(".") or not HUB_ID.fullmatch(head)):
             raise CannotRun(f"--{name}-head: there is no folder {head}; give a head's folder, or a hub id", 2)
+        if not folder.is_dir():
+            _check_neighbours(f"--{name}-head", head, folder)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
