@@ -1,8 +1,9 @@
 """What a coordinator does for its sessions besides their rounds: it renews leases, and compares what it has shown."""
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from coordinator.detached import DetachedSessions
 from coordinator.healing import heal
@@ -18,6 +19,7 @@ from specdec.serving.telemetry import get_logger
 
 PERIOD_S = 1.0  # between two comparisons
 BEATS_PER_LEASE = 4  # some of them may fail
+Check = Callable[[], Awaitable[None]]
 
 
 class Upkeep:
@@ -47,7 +49,7 @@ class Upkeep:
             await asyncio.sleep(beat_s)
             silent = self._running.silent(beat_s / 2)
             if silent:  # beside the next beats, which a lost reply must not hold up
-                group.create_task(_tolerated("", self._beat(silent, group)), name="beat")
+                group.create_task(_tolerated("", partial(self._beat, silent, group)), name="beat")
 
     async def _beat(self, silent: Sequence[RunningGeneration], group: asyncio.TaskGroup) -> None:
         with suppress(TimeoutError):
@@ -55,19 +57,21 @@ class Upkeep:
                 refusals = await self._store.heartbeats([running.beat for running in silent])
             for running, refusal in zip(silent, refusals, strict=True):
                 if refusal is not None:
-                    group.create_task(_tolerated(running.session_id, running.refused(refusal)), name="refused")
+                    refused = partial(running.refused, refusal)
+                    group.create_task(_tolerated(running.session_id, refused), name="refused")
 
     async def _compare(self, period_s: float) -> None:
         """Compare what was left, and where a connection has broken what runs: the store may have gone back in time."""
         while True:
             await asyncio.sleep(period_s)
-            await _tolerated("", self._store.answers())
+            await _tolerated("", self._store.answers)
             now_s, has_broken = self._outside.now_s(), self._store.unbroken_s < 2 * period_s
             running: list[RunningGeneration] = self._running.silent(0.0) if has_broken else []
             due = self._shown.due(now_s)
-            checks = [(one.session_id, one.check()) for one in running]
-            checks += [(one.session_id, self._check_left(one)) for one in (self._shown.all if has_broken else due)]
-            checks += [(one.session_id, self._end(*one)) for one in self._detached.due(now_s)]
+            checks: list[tuple[str, Check]] = [(one.session_id, one.check) for one in running]
+            left = self._shown.all if has_broken else due
+            checks += [(one.session_id, partial(self._check_left, one)) for one in left]
+            checks += [(one.session_id, partial(self._end, *one)) for one in self._detached.due(now_s)]
             await asyncio.gather(*(_tolerated(session_id, check) for session_id, check in checks))
 
     async def _check_left(self, shown: SessionRecord) -> None:
@@ -87,10 +91,10 @@ class Upkeep:
             await self._store.cancel(session_id, epoch)
 
 
-async def _tolerated(session_id: str, check: Awaitable[None]) -> None:
-    """Await a check of one session; those of the others go on if it fails."""
+async def _tolerated(session_id: str, check: Check) -> None:
+    """Make a check of one session; those of the others go on if it fails."""
     try:
-        await check
+        await check()
     except UnavailableError:
         pass  # the commit will fail, or the next check will succeed
     except Exception as error:
