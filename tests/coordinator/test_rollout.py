@@ -16,7 +16,7 @@ from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer, serving_coordinator, serving_target
 from tests.support.redis_server import free_port
 
-NUM_SESSIONS = 20
+NUM_SESSIONS = 8
 NUM_TOKENS = 300
 PLAIN = SpeculationParams(num_draft_tokens=0)
 GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
