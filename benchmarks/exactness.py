@@ -50,6 +50,7 @@ NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
 REJECT_BELOW = 1e-3
 MAX_DEVIATIONS = 5.0
+MAX_FAILED_DRAFTS = 0.02  # for each text: a machine that pauses for a second costs some rounds their draft
 
 
 @dataclass(frozen=True)
@@ -456,7 +457,13 @@ class Result:
     def holds(self) -> bool:
         """Return whether distribution and acceptance are what they should be, and drafts came when asked for."""
         is_exact = self.agreement.p_value > REJECT_BELOW and abs(self.deviations) < MAX_DEVIATIONS
-        return is_exact and not self.num_failed_drafts and self._sum("num_draft_tokens") > 0
+        return is_exact and self.drafts_came
+
+    @property
+    def drafts_came(self) -> bool:
+        """Return whether something was drafted, and rounds hardly ever went on without their drafter."""
+        num_tolerated = MAX_FAILED_DRAFTS * len(self.completions)
+        return self.num_failed_drafts <= num_tolerated and self._sum("num_draft_tokens") > 0
 
     def _sum(self, name: str) -> float:
         return float(sum(getattr(completion.finish.statistics, name) for completion in self.completions))

@@ -97,9 +97,15 @@ def test_locked_packages_are_complete() -> None:
 
 
 def requirements_of(name: str) -> set[str]:
+    """What a package requires with this Python, and with Debian's."""
+    if name in lock.BEFORE_3_11_3:
+        return set()  # it may not be installed here
     wanted = map(Requirement, metadata.requires(name) or [])
+    pythons = [{"extra": ""}, {"extra": "", "python_full_version": "3.11.2"}]
     return {
-        canonicalize_name(each.name) for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})
+        canonicalize_name(each.name)
+        for each in wanted
+        if each.marker is None or any(each.marker.evaluate(python) for python in pythons)
     }
 
 

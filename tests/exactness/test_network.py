@@ -116,5 +116,5 @@ async def check(name: str, started: Services, target: Path, draft: Path) -> None
     print(f"{name}: {result.agreement}, {result.deviations:+.1f} standard errors")
     assert result.agreement.p_value > REJECT_BELOW
     assert abs(result.deviations) < MAX_DEVIATIONS
-    assert not result.num_failed_drafts
+    assert result.drafts_came, f"{result.num_failed_drafts} rounds went on without their drafter"
     assert len(result.completions) == num_generations
