@@ -29,6 +29,7 @@ from specdec.serving.local import CannotRun, running
 NUM_ALONE = 5  # first tokens measured alone
 NEIGHBOUR_TOKENS = 100_000  # it writes for as long as it is watched
 SETTLE_S = 1.0
+NO_HEADS: dict[str, None] = {"eagle3_head": None, "dflash_head": None, "medusa_head": None}
 VOCABULARY = range(10, 4000)
 
 
@@ -114,7 +115,7 @@ async def measure(flags: argparse.Namespace) -> None:
     options = demo_pair().options
     os.environ["SPECDEC_MAX_NEW_TOKENS"] = str(NEIGHBOUR_TOKENS)
     with longer_context(Path(options.target), length) as target:
-        options = replace(options, target=str(target), dtype=flags.dtype, draft=flags.draft)
+        options = replace(options, target=str(target), dtype=flags.dtype, draft=flags.draft, **NO_HEADS)
         async with running(options, print_errors) as stack, AsyncClient(stack.address, timeout_s=600) as client:
             print(f"{hardware()}; demo target, {flags.dtype}, K = {flags.draft_tokens}, seed {flags.seed}")
             await _measure(client, prompts, flags)
