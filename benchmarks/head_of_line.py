@@ -29,7 +29,6 @@ from specdec.serving.local import CannotRun, running
 NUM_ALONE = 5  # first tokens measured alone
 NEIGHBOUR_TOKENS = 100_000  # it writes for as long as it is watched
 SETTLE_S = 1.0
-NO_HEADS: dict[str, None] = {"eagle3_head": None, "dflash_head": None, "medusa_head": None}
 VOCABULARY = range(10, 4000)
 
 
@@ -115,7 +114,8 @@ async def measure(flags: argparse.Namespace) -> None:
     options = demo_pair().options
     os.environ["SPECDEC_MAX_NEW_TOKENS"] = str(NEIGHBOUR_TOKENS)
     with longer_context(Path(options.target), length) as target:
-        options = replace(options, target=str(target), dtype=flags.dtype, draft=flags.draft, **NO_HEADS)
+        options = replace(options, target=str(target), dtype=flags.dtype, draft=flags.draft)
+        options = replace(options, eagle3_head=None, dflash_head=None, medusa_head=None)
         async with running(options, print_errors) as stack, AsyncClient(stack.address, timeout_s=600) as client:
             print(f"{hardware()}; demo target, {flags.dtype}, K = {flags.draft_tokens}, seed {flags.seed}")
             await _measure(client, prompts, flags)
