@@ -12,16 +12,22 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
+import torch
+
+from benchmarks.forwards import CACHED_TOKENS, forward_of, median_ms
 from benchmarks.measure import hardware
 from benchmarks.served import demo_pair
 from specdec import AsyncClient, SamplingParams, SpeculationParams
+from specdec.engine import load_language_model
 from specdec.errors import SpecdecError
 from specdec.serving.child import print_errors
 from specdec.serving.local import CannotRun, running
 
 PROMPT_TOKENS = 50
 BLOCK_TOKENS = 32  # of the cache
-TOKEN_BYTES = 12 * 2 * 64 * 2 * 4  # of the demo target: layers, heads, head size, keys and values, float32
+TOKEN_VALUES = 12 * 2 * 64 * 2  # in the cache of the demo target: layers, heads, head size, keys and values
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+NUM_FORWARDS = 9  # of each size that are timed
 VOCABULARY = range(10, 4000)
 
 
@@ -42,8 +48,9 @@ class Result:
 async def serve(flags: argparse.Namespace, num_places: int) -> Result:
     """Serve the demo target with a cache for so many sessions; run all sessions at once."""
     num_blocks = num_places * -(-(PROMPT_TOKENS + flags.tokens) // BLOCK_TOKENS)
-    os.environ["SPECDEC_KV_CACHE_BYTES"] = str(num_blocks * BLOCK_TOKENS * TOKEN_BYTES)
-    options = replace(demo_pair().options, dtype="float32", draft="none", eagle3_head=None, dflash_head=None)
+    token_bytes = TOKEN_VALUES * VALUE_BYTES[flags.dtype]
+    os.environ["SPECDEC_KV_CACHE_BYTES"] = str(num_blocks * BLOCK_TOKENS * token_bytes)
+    options = replace(demo_pair().options, dtype=flags.dtype, draft="none", eagle3_head=None, dflash_head=None)
     options = replace(options, medusa_head=None)
     rng = random.Random(flags.seed)
     prompts = [rng.choices(VOCABULARY, k=PROMPT_TOKENS) for _ in range(flags.sessions)]
@@ -71,9 +78,24 @@ async def _outcome(client: AsyncClient, prompt: list[int], num_tokens: int) -> t
     return "ok", count
 
 
+def forwards_per_s(dtype: str, numbers: tuple[int, ...]) -> list[float]:
+    """Return the tokens a second of forwards over so many sessions, on one thread, without the services."""
+    torch.set_num_threads(1)
+    options, rates = demo_pair().options, list[float]()
+    num_bytes = 2 * max(numbers) * CACHED_TOKENS * TOKEN_VALUES * VALUE_BYTES[dtype]
+    model = load_language_model(options.target, device="cpu", dtype=dtype, kv_cache_bytes=num_bytes)
+    for number in numbers:
+        with forward_of(model, number, 1) as forward:
+            rates.append(1e3 * number / median_ms(forward, 0.0, NUM_FORWARDS))
+    return rates
+
+
 async def measure(flags: argparse.Namespace) -> None:
     """Print the throughput of both caches."""
-    print(f"{hardware()}; demo target, float32, K = 0, {flags.sessions} sessions of {PROMPT_TOKENS} + {flags.tokens}")
+    sessions = f"{flags.sessions} sessions of {PROMPT_TOKENS} + {flags.tokens}"
+    print(f"{hardware()}; demo target, {flags.dtype}, K = 0, {sessions}")
+    few, many = await asyncio.to_thread(forwards_per_s, flags.dtype, (flags.places, flags.sessions))
+    print(f"forwards alone: {few:.0f} tokens/s with {flags.places} sessions, {many:.0f} with all: {few / many:.0%}")
     results = {places: await serve(flags, places) for places in (flags.sessions, flags.places)}
     for places, result in results.items():
         print(f"room for {places}: {result.tokens_per_s:.0f} tokens/s, {dict(result.endings)}")
@@ -88,6 +110,7 @@ def main() -> None:
     parser.add_argument("--places", type=int, default=20, help="that the small cache has (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of each text (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600.0, help="of a request, in seconds (default: %(default)s)")
+    parser.add_argument("--dtype", choices=VALUE_BYTES, default="float32", help="of the model (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts (default: %(default)s)")
     try:
         asyncio.run(measure(parser.parse_args()))

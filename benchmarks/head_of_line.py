@@ -115,6 +115,7 @@ async def measure(flags: argparse.Namespace) -> None:
     os.environ["SPECDEC_MAX_NEW_TOKENS"] = str(NEIGHBOUR_TOKENS)
     with longer_context(Path(options.target), length) as target:
         options = replace(options, target=str(target), dtype=flags.dtype, draft=flags.draft)
+        options = replace(options, eagle3_head=None, dflash_head=None, medusa_head=None)
         async with running(options, print_errors) as stack, AsyncClient(stack.address, timeout_s=600) as client:
             print(f"{hardware()}; demo target, {flags.dtype}, K = {flags.draft_tokens}, seed {flags.seed}")
             await _measure(client, prompts, flags)

@@ -26,6 +26,7 @@ from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import SpecdecError
 from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
+from specdec.serving.memory import give_back_large_blocks
 from specdec.serving.process_status import StatusServicer
 from specdec.serving.security.tls import log_reload
 from specdec.serving.server import Server, run_process, supervised
@@ -37,11 +38,13 @@ from specdec.tls import watched
 from specdec.v1 import generation_pb2_grpc, status_pb2_grpc
 
 SERVICE = "specdec.v1.GenerationService"
+BYTES_PER_TOKEN = 4  # of text, about
 
 
 def main() -> None:
     """Run the coordinator until it is told to stop; exit with 1 and one sentence if it cannot start."""
     settings = load(CoordinatorSettings, "coordinator")
+    give_back_large_blocks()
     run_process(settings, "coordinator", "coordinator", SERVICE, lambda server: built(settings, server), SpecdecError)
 
 
@@ -71,12 +74,19 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
         status = StatusServicer("coordinator", lambda: worker_statuses(workers.pools), settings.operator_tenants)
         status_pb2_grpc.add_StatusServiceServicer_to_server(status, server.grpc)
         await workers.capabilities.ready()
+        _warn_of_small_requests(settings.max_request_bytes, workers.capabilities.target.context_length)
         async with (
             supervised(server, "capabilities", workers.capabilities.watch()),
             supervised(server, "upkeep", service.watch()),
         ):
             yield
         await running.stop()
+
+
+def _warn_of_small_requests(max_request_bytes: int, context_length: int) -> None:
+    if max_request_bytes < BYTES_PER_TOKEN * context_length:
+        advice = f"the model's context holds {context_length} tokens; raise --max-request-bytes to fill it with text"
+        get_logger().warning("requests_smaller_than_context", max_request_bytes=max_request_bytes, advice=advice)
 
 
 @asynccontextmanager

@@ -87,7 +87,9 @@ class Prompts:
             self._check_size("text", text, model)
             return await self._run(len(text.encode()), lambda: self._encoded(text, model, special=True))
         if kind == "chat":
-            return await self._run(_chat_size(request.chat), lambda: self._encoded_chat(request.chat, model))
+            size = _chat_size(request.chat)
+            self._check_contents(request.chat, model)
+            return await self._run(size, lambda: self._encoded_chat(request.chat, model))
         raise InvalidArgumentError({"prompt": "is missing; set one of text, tokens, chat"})
 
     def _check_tokens(self, tokens: Sequence[int], model: ModelInfo) -> None:
@@ -98,17 +100,23 @@ class Prompts:
 
     def _check_size(self, field: str, text: str, model: ModelInfo) -> None:
         """Raise InvalidArgumentError for a text that no tokens of a context can hold, or that has too few for it."""
-        most = MAX_TEXT_CHARACTERS_PER_TOKEN * model.context_length
-        if len(text) > max(most, INLINE_BYTES):
-            problem = (
-                f"has {len(text)} characters; the maximum is {most}, {MAX_TEXT_CHARACTERS_PER_TOKEN} for each token"
-            )
-            raise InvalidArgumentError({field: f"{problem} of the model's context"})
+        self._check_characters(field, len(text), model)
         num_bytes = len(text.encode())
         maximum = min(MAX_PROMPT_BYTES, self._max_token_bytes * model.context_length)
         if num_bytes > maximum:
             problem = f"has {num_bytes} bytes; the maximum is {maximum}"
             raise InvalidArgumentError({field: f"{problem} (the model's context holds {model.context_length} tokens)"})
+
+    def _check_contents(self, chat: generation_pb2.ChatPrompt, model: ModelInfo) -> None:
+        """Raise InvalidArgumentError for messages that no rendering can make short enough."""
+        num_characters = sum(len(message.content) for message in chat.messages)
+        self._check_characters("chat", num_characters, model)
+
+    def _check_characters(self, field: str, num_characters: int, model: ModelInfo) -> None:
+        most = MAX_TEXT_CHARACTERS_PER_TOKEN * model.context_length
+        if num_characters > max(most, INLINE_BYTES):
+            problem = f"has {num_characters} characters; the maximum is {most}, {MAX_TEXT_CHARACTERS_PER_TOKEN}"
+            raise InvalidArgumentError({field: f"{problem} for each token of the model's context"})
 
     async def _run(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Return the work's result: at once if it is small, else from a thread once the budget allows it."""

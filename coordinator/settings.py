@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from coordinator.detached import DETACHED_PATIENCE_S, DetachedRule
 from coordinator.sessions import LEASE_S
 from coordinator.stores.client import PATIENCE_S
-from specdec.channel import MAX_REQUEST_BYTES, Pings, is_loopback
+from specdec.channel import MAX_REQUEST_BYTES, REQUEST_BYTES, SLACK_BYTES, Pings, is_loopback
 from specdec.serving.settings import ClientFacingSettings
 from specdec.serving.store_url import OWN_STORES, StoreUrl
 from specdec.tls import TlsFiles
@@ -18,8 +18,6 @@ from specdec.types import MAX_DRAFT_TOKENS, DetachedPolicy
 
 class CoordinatorSettings(ClientFacingSettings):
     """The coordinator: `python -m coordinator`."""
-
-    max_request_bytes: ClassVar[int] = MAX_REQUEST_BYTES
 
     target: str = Field("127.0.0.1:50053", description="address of the target workers, host:port or dns:///host:port")
     draft: str | None = Field("127.0.0.1:50052", description="address of the draft workers; empty: plain decoding")
@@ -62,6 +60,13 @@ class CoordinatorSettings(ClientFacingSettings):
     quotas_file: Path | None = Field(
         None, description="TOML file with what each tenant may take of this coordinator; a replaced file counts at once"
     )
+    max_request_bytes: int = Field(
+        REQUEST_BYTES,
+        ge=SLACK_BYTES,
+        le=MAX_REQUEST_BYTES,
+        description="maximum size of a request, nearly all of which is its prompt; larger: RESOURCE_EXHAUSTED. Models "
+        "with very long contexts need more; every call at once may make the coordinator hold that much",
+    )
     max_new_tokens: int = Field(
         4096, ge=1, description="maximum number of tokens a request may generate; also the default"
     )
@@ -98,6 +103,11 @@ class CoordinatorSettings(ClientFacingSettings):
     draft_tls_name: str | None = Field(
         None, description="name in the draft workers' certificates; unset: the host of --draft"
     )
+
+    @property
+    def message_limit_bytes(self) -> int:
+        """Of a message that it receives."""
+        return self.max_request_bytes
 
     @property
     def detached_rule(self) -> DetachedRule:

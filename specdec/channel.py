@@ -8,7 +8,11 @@ import grpc
 
 MAX_MESSAGE_BYTES = 16 << 20  # between services, and of an answer
 MAX_PROMPT_BYTES = 8 << 20
-MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + (64 << 10)  # the largest sampling parameters take 32 kB
+SLACK_BYTES = 64 << 10  # of a request beside its prompt: the largest sampling parameters take 32 kB
+MAX_REQUEST_BYTES = MAX_PROMPT_BYTES + SLACK_BYTES  # that a coordinator can be told to take
+# that it takes unless it is told: 128,000 tokens of English text. A server receives a message whole before it can
+# refuse it, and has it three times while it is parsed: a crowd makes it hold that for each of its calls
+REQUEST_BYTES = (512 << 10) + SLACK_BYTES
 
 MIN_PING_PERIOD_S = 0.25  # a server closes a connection that brings more pings than that
 

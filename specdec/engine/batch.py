@@ -50,9 +50,10 @@ class ReadingBudget:
         num_left, together = len(task.tokens), task.num_together
         num_tokens = min(num_left, num_free, self._num_left)
         if self._left_s is not None:
-            num_tokens = self._pace.num_tokens_within(
-                self._left_s, task.sequence.length, num_tokens, beside=self._beside
-            )
+            past = task.sequence.length
+            num_tokens = self._pace.num_tokens_within(self._left_s, past, num_tokens, beside=self._beside)
+            if not self._is_new and self._takes_s(num_tokens, past) > self._left_s:
+                return 0
         if num_tokens == num_left:
             return num_left
         if num_left > together:
@@ -64,4 +65,7 @@ class ReadingBudget:
         self._is_new = False
         self._num_left -= num_tokens
         if self._left_s is not None:
-            self._left_s -= self._pace.reading_s(Piece(num_tokens, past), beside=self._beside)
+            self._left_s -= self._takes_s(num_tokens, past)
+
+    def _takes_s(self, num_tokens: int, past: int) -> float:
+        return self._pace.reading_s(Piece(num_tokens, past), beside=self._beside)

@@ -11,13 +11,18 @@ from specdec.engine.cache import KvCache
 from specdec.engine.errors import CacheFull
 from specdec.engine.sequence import Sequence
 
+GROWTH_SMOOTHING = 0.1  # weight of the latest session that ended
+# of the growth that is expected: residents are not all at their ends at once, but one that has to give up its place
+# before its end is read again (of 0, a half and 1 a half gave the most tokens, with short texts)
+GROWTH_SHARE = 0.5
 AWAY_FACTOR = 4.0  # times the usual absence: who is away for longer makes room
-MIN_AWAY_S, MAX_AWAY_S = 0.25, 2.0
+MIN_AWAY_S, MAX_AWAY_S = 1.0, 4.0  # one that is given up too soon is read again: on a busy machine they are late
 
 
 @dataclass(slots=True)
 class _Resident:
     sequence: Sequence
+    first_length: int  # when it became resident
     since_s: float
     used_s: float
 
@@ -30,6 +35,7 @@ class Residency:
         self._turn_s = turn_s
         self._residents: dict[str, _Resident] = {}  # by key, in the order of their admission
         self._had_turn: set[str] = set()  # had to make room for others, and wait like new ones
+        self._growth_tokens = 0.0  # of a resident until its end, as measured
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -43,14 +49,25 @@ class Residency:
         return key in self._had_turn
 
     def admit(self, sequence: Sequence, length: int, now_s: float) -> bool:
-        """Make a session with so many tokens resident if there is room, and for the next block of each resident."""
-        needed = self._cache.num_blocks_for(length) + (len(self._residents) + 1 if self._residents else 0)
-        if needed > self._cache.num_blocks_for_one(sequence):
+        """Make a session with so many tokens resident if there is room, and for what each resident will need soon."""
+        num_blocks = self._cache.num_blocks_for(length)
+        if self._residents:
+            num_blocks += self._num_blocks_more(length, length)
+            num_blocks += sum(self._num_blocks_soon(resident) for resident in self._residents.values())
+        if num_blocks > self._cache.num_blocks_for_one(sequence):
             return False
-        self._residents[sequence.key] = _Resident(sequence, now_s, now_s)
+        self._residents[sequence.key] = _Resident(sequence, length, now_s, now_s)
         sequence.is_resident = True
         self._had_turn.discard(sequence.key)
         return True
+
+    def _num_blocks_soon(self, resident: _Resident) -> int:
+        return self._num_blocks_more(resident.sequence.length, resident.first_length)
+
+    def _num_blocks_more(self, length: int, first_length: int) -> int:
+        """Return how many blocks more a session will take: some of what others took until their ends, at least one."""
+        soon = int(first_length + GROWTH_SHARE * self._growth_tokens)
+        return max(1, self._cache.num_blocks_for(soon) - self._cache.num_blocks_for(length))
 
     def note_used(self, key: str, now_s: float) -> None:
         """Take note that a round has ended."""
@@ -85,6 +102,10 @@ class Residency:
 
     def forget(self, key: str) -> None:
         """Forget a session that is over, or that nobody asks for."""
+        if key in self._residents:
+            resident = self._residents[key]
+            grown = max(0, resident.sequence.length - resident.first_length)
+            self._growth_tokens += GROWTH_SMOOTHING * (grown - self._growth_tokens)
         self.dismiss(key)
         self._had_turn.discard(key)
 

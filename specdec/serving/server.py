@@ -169,7 +169,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         options = (
             *_SERVER_OPTIONS,
-            ("grpc.max_receive_message_length", settings.max_request_bytes),
+            ("grpc.max_receive_message_length", settings.message_limit_bytes),
             ("grpc.max_concurrent_streams", settings.max_streams),
         )
         self.grpc = grpc.aio.server(interceptors=[self._statuses], options=options)

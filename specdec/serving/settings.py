@@ -39,7 +39,6 @@ class ServiceSettings(BaseSettings):
         cli_avoid_json=True,
         cli_exit_on_error=False,
     )
-    max_request_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
     needs_client_certificates: ClassVar[bool] = True  # where it serves TLS
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all IPv4, [::] for all")
@@ -74,6 +73,11 @@ class ServiceSettings(BaseSettings):
     max_streams: int = Field(16_384, ge=1, description="maximum number of calls at once on one connection")
     reflection: bool = Field(False, description="describe the service to tools such as grpcurl")
     insecure: bool = Field(False, description="allow plain text where others can read and change it: off loopback")
+
+    @property
+    def message_limit_bytes(self) -> int:
+        """Of a message that it receives."""
+        return MAX_MESSAGE_BYTES
 
     @property
     def client_names(self) -> frozenset[str]:

@@ -1,7 +1,8 @@
 """Which new sessions are let in, on a clock that the tests move."""
 
 import asyncio
-from contextlib import aclosing
+import random
+from contextlib import aclosing, suppress
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_no_deadline_is_no_reason_to_refuse(world: World) -> None:
 
 def test_others_deadlines_count(world: World) -> None:
     for _ in range(3):
-        world.enter(left_s=4.0)
+        world.enter(left_s=5.0)
     with pytest.raises(OverloadedError, match="miss their deadlines"):
         world.enter(left_s=1000.0)
 
@@ -128,9 +129,9 @@ def test_long_prompts_count(world: World) -> None:
 
 
 def test_waiting_for_a_place_counts(world: World) -> None:
-    world.load = TargetLoad(num_resident=10.0, num_without_place=50.0)  # five sessions long, of a second each
+    world.load = TargetLoad(num_resident=10.0, num_without_place=40.0)  # four sessions long, of a second each
     world.admission.check("", 10, LENGTH, 8.0)
-    world.load = TargetLoad(num_resident=10.0, num_without_place=70.0)
+    world.load = TargetLoad(num_resident=10.0, num_without_place=60.0)
     with pytest.raises(OverloadedError):
         world.admission.check("", 10, LENGTH, 8.0)
 
@@ -139,7 +140,7 @@ def test_refusals_say_when_to_come_back(world: World) -> None:
     world.fill()
     with pytest.raises(OverloadedError) as refused:
         world.enter()
-    assert refused.value.retry_after_s == pytest.approx(0.3, abs=0.1)
+    assert refused.value.retry_after_s == pytest.approx(0.6, abs=0.1)
     world.load = TargetLoad(prompt_s=1000.0)
     with pytest.raises(OverloadedError) as refused:
         world.enter()
@@ -209,3 +210,63 @@ async def test_refused_requests_write_nothing() -> None:
         repeated = await coordinator.begin(request, running, left_s=0.001)  # it runs here already
     coordinator.admission.leave(repeated, is_complete=False)
     await store.close()
+
+
+class OpenLoop:
+    """Requests that come at a rate, whatever becomes of them, at a machine that slows down for seconds."""
+
+    DEADLINE_S, NUM_TOKENS, TOKENS_A_SECOND = 8.0, 64, 350.0
+    FORWARD_S, PROMPT_S, REFUSAL_S = 0.008, 0.03, 0.003
+    SLOW, PERIOD_S = 0.5, 2.0  # of its speed that is left, every other period
+
+    def __init__(self, rate: float) -> None:
+        self._rate, self._random = rate, random.Random(1)
+        self.now_s, self._due_s = 0.0, 0.0
+        self._admission = Admission(TargetLoad, Outside(lambda: self.now_s, lambda: 0.5))
+        self._running: list[Ticket] = []
+        self.num_in_time = self.num_late = 0
+
+    def goodput(self, duration_s: float = 60.0) -> float:
+        """Return the texts a second that end in time."""
+        while self.now_s < duration_s:
+            now_s = self.now_s
+            while self._due_s <= now_s:
+                self._ask()
+            if self._running:
+                self._forward()
+            else:
+                self.now_s = max(self.now_s, self._due_s)
+        return self.num_in_time / duration_s
+
+    def _ask(self) -> None:
+        left_s = self.DEADLINE_S - (self.now_s - self._due_s)
+        self._due_s += self._random.expovariate(self._rate)
+        self.now_s += self.REFUSAL_S
+        with suppress(OverloadedError):
+            self._admission.check("", 50, self.NUM_TOKENS, left_s)
+            self._running.append(self._admission.enter("", self.NUM_TOKENS, left_s))
+            self.now_s += self.PROMPT_S
+
+    def _forward(self) -> None:
+        speed = self.SLOW if int(self.now_s / self.PERIOD_S) % 2 else 1.0
+        self.now_s += (self.FORWARD_S + len(self._running) / self.TOKENS_A_SECOND) / speed
+        for ticket in list(self._running):
+            self._admission.progress(ticket, 1)
+            is_complete = ticket.num_done >= self.NUM_TOKENS
+            if is_complete or self.now_s > ticket.deadline_s:
+                self._running.remove(ticket)
+                self._admission.leave(ticket, is_complete=is_complete)
+                in_time = is_complete and self.now_s <= ticket.deadline_s
+                self.num_in_time += in_time
+                self.num_late += not in_time
+
+
+def test_many_requests_leave_the_goodput_what_it_was() -> None:
+    """At 2 and 5 times the capacity; at 10 times the refusals take a share too."""
+    capacity = OpenLoop.TOKENS_A_SECOND / OpenLoop.NUM_TOKENS
+    loads = {factor: OpenLoop(factor * capacity) for factor in (0.8, 1, 2, 5, 10)}
+    goodput = {factor: load.goodput() for factor, load in loads.items()}
+    peak = max(goodput.values())
+    assert min(goodput[2], goodput[5]) >= 0.9 * peak
+    assert goodput[10] + 10 * capacity * goodput[10] * OpenLoop.REFUSAL_S >= 0.9 * peak
+    assert all(load.num_late <= 0.02 * load.num_in_time for load in loads.values())

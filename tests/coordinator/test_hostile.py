@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 
 from specdec import AsyncClient, SamplingParams
-from specdec.channel import MAX_REQUEST_BYTES, open_channel
+from specdec.channel import REQUEST_BYTES, open_channel
 from specdec.errors import InvalidArgumentError, ModelMismatchError, from_rpc_error
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import generation_pb2_grpc
@@ -184,9 +184,9 @@ async def test_message_of_100_mb(served: Cluster, stub: Stub) -> None:
 
 async def test_messages_past_the_largest_request_are_refused(stub: Stub) -> None:
     """Answers and messages between services may be larger."""
-    error = await outcome(stub.Generate(request(text="x" * MAX_REQUEST_BYTES)))
+    error = await outcome(stub.Generate(request(text="x" * REQUEST_BYTES)))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    error = await outcome(stub.Generate(request(text="x" * (MAX_REQUEST_BYTES - 1000))))
+    error = await outcome(stub.Generate(request(text="x" * (REQUEST_BYTES - 1000))))
     assert error.code() == INVALID
 
 

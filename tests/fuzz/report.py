@@ -15,6 +15,7 @@ class Report:
     codes: Counter[str] = field(default_factory=Counter)
     neighbour: str = ""
     wrong: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # wrong on an idle machine
 
     def lines(self) -> list[str]:
         """Return what a person reads."""
@@ -27,4 +28,5 @@ class Report:
             f"  ended: {endings}",
             f"  memory: {growth}; neighbour: {self.neighbour}",
             *(f"  WRONG: {sentence}" for sentence in self.wrong[:10]),
+            *(f"  LATE: {sentence}" for sentence in self.late),
         ]

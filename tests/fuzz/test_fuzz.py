@@ -16,7 +16,14 @@ from tests.fuzz.phases import PHASES
 from tests.fuzz.scripts import Seen, coordinator_script, draft_script, target_script
 from tests.fuzz.services import Services, running_services
 
-NUM_MESSAGES = {"coordinator": 1500, "target": 2000, "draft": 2000, "lying-draft": 150, "lying-target": 60}
+NUM_MESSAGES = {
+    "coordinator": 1500,
+    "target": 2000,
+    "draft": 2000,
+    "lying-draft": 150,
+    "lying-target": 60,
+    "crowd": 10_000,
+}
 SEED = 20260101
 
 
