@@ -11,7 +11,7 @@ IMAGE_CHECK_ARGS ?=
 MODEL ?=
 # options of bench, such as --drafters, --kinds, --prompts and --json (benchmarks/bench.py)
 BENCH_ARGS ?=
-# how many worlds `make simulate` runs, and its options, such as --first, --hazard and --keep-going
+# how many worlds `make simulate` runs, and its options, such as --jobs, --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
 # how many messages each phase of `make fuzz` sends, and its options, such as --phase

@@ -39,6 +39,7 @@ from specdec.types import SamplingParams
 DESCRIBE_TIMEOUT_S = 2.0
 FIND_S = 0.25  # for a worker that lost its connection to answer on another one
 STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
+CLOSE_TIMEOUT_S = 1.0  # for a worker to free what it holds of a session that is over
 # this session, while it may serve others
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
 PING_TIMEOUT = "ping timeout"  # grpc's words for a connection whose ping was not answered
@@ -131,7 +132,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         self._avoided: set[str] = set()  # addresses
         self._losses: Counter[str] = Counter()  # streams that broke since the last round that succeeded, by address
         self._lost: Worker[DescriptionT] | None = None  # the worker of the last one
-        self._has_opened = False  # at any worker, since the last close
+        self._holders: dict[str, Worker[DescriptionT]] = {}  # that may hold something of the session, by address
         self._held = 0  # of the committed tokens, how many this stream's worker has
         self.num_fed = 0  # committed tokens that the worker was sent with the last question
 
@@ -272,7 +273,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
                 raise UnavailableError(f"no {self._group.kind} worker is in service")
             self._worker, self._stream = worker, self._begin(worker.channel)
             worker.num_streams += 1
-            self._has_opened = True
+            self._holders[worker.address] = worker
             await self._stream.write(self._opening)
 
     async def _ending(self) -> SpecdecError:
@@ -332,22 +333,33 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         self._stream, self._worker, self._held = None, None, 0
 
     async def close(self) -> None:
-        """End the session at the worker, so that it frees the cache.
+        """End the session at every worker that had a stream of it, so that they free its cache.
 
-        A stream that was cut in a round, which stops that round, is opened again to say so.
+        A stream that was cut in a round, which stops that round, is opened again to say so; so is one to a worker that
+        the session has left.
         """
-        if not self._has_opened:
-            return
-        try:
-            async with asyncio.timeout(1.0):
-                await self._open()
-                await self._stream.write(self._closing)
-                await self._stream.done_writing()
-                await self._stream.read()
-        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError, UnavailableError):
-            pass  # the worker and its cache are gone
+        holders, self._holders = self._holders, {}
+        known = self._group.pool.workers
+        left = [worker for worker in holders.values() if known.get(worker.address) is worker]
+        await asyncio.gather(*map(self._close_at, left))
         self.abandon()
-        self._has_opened = False
+
+    async def _close_at(self, worker: Worker[DescriptionT]) -> None:
+        is_open = worker is self._worker
+        stream = self._stream if is_open else self._begin(worker.channel)
+        worker.num_streams += 1  # its channel stays open
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                if not is_open:
+                    await stream.write(self._opening)
+                await stream.write(self._closing)
+                await stream.done_writing()
+                await stream.read()
+        except (grpc.aio.AioRpcError, TimeoutError, asyncio.InvalidStateError):
+            pass  # the worker and its cache are gone
+        finally:
+            stream.cancel()
+            worker.num_streams -= 1
 
 
 async def answered(call: Awaitable[Any]) -> Any:

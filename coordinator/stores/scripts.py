@@ -1,6 +1,7 @@
 """The Lua scripts: what each call to the store is."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
@@ -21,6 +22,7 @@ LIBRARY = "lease"  # before every script
 REFUSED_BY_REPLICAS = "redis.call('DEL', table.remove(KEYS))\n"
 
 
+@cache
 def read_script(name: str) -> str:
     """Return the text of `coordinator/<name>.lua`."""
     return (files("coordinator") / f"{name}.lua").read_text()

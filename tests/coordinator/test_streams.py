@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
+from coordinator import streams
 from coordinator.pool.resolving import resolver
 from coordinator.pool.watching import watching
 from coordinator.streams import SessionOpening
@@ -41,6 +42,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
         self.requests: list[tuple[int, list[int]]] = []  # start and tokens of each request
         self.digests: list[bytes] = []  # of each request
         self.num_streams = 0
+        self.num_closed = 0  # sessions
 
     async def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
         """Answer with the description."""
@@ -59,6 +61,8 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
                 self.requests.append((request.score.start, list(request.score.tokens)))
                 self.digests.append(request.score.prefix_digest)
                 await context.write(well_answered(request.score))
+            elif request.HasField("close"):
+                self.num_closed += 1
 
 
 def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> target_pb2.ScoreResponse:
@@ -131,6 +135,14 @@ async def answer_nonsense(requests: Any, context: Any) -> None:
             )
 
 
+async def hang_at_the_end(requests: Any, context: Any) -> None:
+    """Answer rounds, and never end the stream."""
+    async for request in requests:
+        if request.HasField("score"):
+            await context.write(well_answered(request.score))
+    await asyncio.Event().wait()
+
+
 async def hold_less(requests: Any, context: Any) -> None:
     """Report an empty cache at the second request."""
     num_asked = 0
@@ -185,6 +197,28 @@ async def test_malformed_scores_are_asked_again() -> None:
         scored = await workers.open(SESSION, 10).score([1, 2], Proposal())
     assert scored.scores.positions[0].tail_token == 7
     assert servicer.num_streams == 2
+
+
+async def test_a_session_that_moved_is_closed_at_every_worker() -> None:
+    """A worker that failed one round still holds the session."""
+    servicers = Scripted(answer_nonsense), Scripted(answer_nonsense)
+    async with served(*servicers) as workers:
+        scorer = workers.open(SESSION, 10)
+        await scorer.score([1, 2], Proposal())
+        await scorer.close()
+        assert [worker.num_streams for worker in workers.pool.workers.values()] == [0, 0]
+    assert [servicer.num_closed for servicer in servicers] == [1, 1]
+
+
+async def test_close_does_not_wait_for_a_worker_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "CLOSE_TIMEOUT_S", 0.2)
+    hanging = Scripted(answer_nonsense, hang_at_the_end)
+    other = Scripted(answer_nonsense)
+    async with served(hanging, other) as workers:
+        scorer = workers.open(SESSION, 10)
+        await scorer.score([1, 2], Proposal())
+        await asyncio.wait_for(scorer.close(), 5)
+    assert (hanging.num_closed, other.num_closed) == (0, 1)
 
 
 @pytest.mark.parametrize("code", ["DATA_LOSS", "UNAUTHENTICATED", "PERMISSION_DENIED", "NOT_FOUND", "ALREADY_EXISTS"])

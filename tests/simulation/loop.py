@@ -9,6 +9,7 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
+from operator import attrgetter
 from typing import Any, TypeVar, TypeVarTuple
 
 MAX_STEPS = 300_000  # of one world; more is a loop that does not end
@@ -148,10 +149,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if self.num_steps > MAX_STEPS:
                 raise SimulationStuck(f"no end after {MAX_STEPS} steps")
             handle = ready.popleft()
-            process = handle_context(handle).get(CURRENT)
+            process = _context(handle).get(CURRENT)
             if process is not None and process.is_stopped:
                 process.hold(handle)
-            elif not handle.cancelled():
+            elif not _is_cancelled(handle):
                 handle._run()
 
     def _wake_due(self) -> None:
@@ -173,10 +174,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._wake_due()
 
 
-def handle_context(handle: asyncio.Handle) -> contextvars.Context:
-    """Return the context that a callback runs in, which asyncio keeps to itself."""
-    context: contextvars.Context = handle._context  # type: ignore[attr-defined]
-    return context
+# of a handle: the context that its callback runs in, which asyncio keeps to itself, and whether it was cancelled
+_context: Callable[[asyncio.Handle], contextvars.Context] = attrgetter("_context")
+_is_cancelled: Callable[[asyncio.Handle], bool] = attrgetter("_cancelled")
 
 
 def virtual_loop() -> VirtualLoop:

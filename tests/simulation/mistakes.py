@@ -40,7 +40,7 @@ class Mistake:
     place: str
     old: str
     new: str
-    num_seeds: int  # that it took to find it, from the first
+    seed: int  # one that finds it, not always the first one
     hazards: frozenset[str] = frozenset()
     hole: str = ""  # of the second look, that this opens again
     also: tuple[Change, ...] = ()
@@ -230,7 +230,7 @@ MISTAKES = [
         "coordinator.running:run_rounds",
         "                await asyncio.shield(committing)\n                committing",
         "                committing",
-        0,
+        22,
     ),
     Mistake(
         "cached tokens are kept without comparing them",
@@ -262,6 +262,13 @@ MISTAKES = [
         "await workers.close()",
         "pass",
         34,
+    ),
+    Mistake(
+        "a finished session is closed only at its last worker",
+        "coordinator.streams:WorkerStream.close",
+        "if known.get(worker.address) is worker]",
+        "if worker is self._worker]",
+        250,
     ),
     Mistake(
         "a session without followers keeps its place",
@@ -307,7 +314,7 @@ MISTAKES = [
         "coordinator.upkeep:Upkeep._check_left",
         "await heal(self._store, shown)",
         "pass",
-        35,
+        157,
         ROLLBACK,
         hole="H4",
     ),
@@ -331,14 +338,14 @@ MISTAKES = [
         "coordinator.streams:WorkerStream.abandon",
         "self._worker.num_streams -= 1",
         "pass",
-        1,
+        0,
     ),
     Mistake(
         "a new stream takes its worker to hold what the last one held",
         "coordinator.streams:WorkerStream.abandon",
         "self._stream, self._worker, self._held = None, None, 0",
         "self._stream, self._worker = None, None",
-        6,
+        5,
         TWO_STORES,
         also=(NO_PROOF, NO_INCARNATION),
     ),
@@ -347,7 +354,7 @@ MISTAKES = [
         "claim.lua",
         "if lease_left_ms(KEYS[1]) > 0 and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[4] then",
         "if false then",
-        0,
+        2,
         hole="H9",
     ),
     Mistake(
@@ -363,7 +370,7 @@ MISTAKES = [
         "tail.lua",
         "tokens = redis.call('GETRANGE', KEYS[2], 4 * known, -1)",
         "tokens = redis.call('GETRANGE', KEYS[2], 4 * (known - 1), -5)",
-        0,
+        2,
         also=(NO_COMPARISON,),
     ),
     Mistake(
@@ -371,6 +378,6 @@ MISTAKES = [
         "coordinator.tailing:TailedGeneration._read_on",
         "if news.status is Status.ACTIVE and not news.lease_left_s:",
         "if False:",
-        0,
+        10,
     ),
 ]

@@ -1,8 +1,27 @@
-"""What a person reads of a world that broke an invariant."""
+"""What a person reads of a world."""
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from tests.simulation.world import Outcome
+from tests.simulation.world import Outcome, run_world
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is printed and counted of a world."""
+
+    text: str
+    is_broken: bool
+    went_back: Mapping[str, int]
+
+
+def told(hazards: frozenset[str], verbose: bool, keep_going: bool, seed: int) -> Told:
+    """Run a seed, and tell what is asked for: the trace of every world, or only what was broken."""
+    outcome = run_world(seed, hazards)
+    is_broken = bool(outcome.violations)
+    text = (summary if keep_going and not verbose else report)(outcome) if verbose or is_broken else ""
+    return Told(text, is_broken, outcome.went_back)
 
 
 def how_to_repeat(outcome: Outcome) -> str:

@@ -18,7 +18,8 @@ import fakeredis._helpers
 import fakeredis._socket._base
 import fakeredis.commands_mixins.server_mixin
 from fakeredis import FakeServer
-from fakeredis._clients._async import FakeAsyncRedisConnection
+from fakeredis._clients._async import FakeAsyncRedisConnection, FakeReader, FakeWriter
+from fakeredis._socket import AsyncFakeSocket
 from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -203,6 +204,34 @@ class _Request:
         self.store.on_change(self.store)
 
 
+class CompilingSocket(AsyncFakeSocket):
+    """fakeredis' end of a connection; scripts are compiled once, not at each call."""
+
+    def _get_server_runtime(self, server: FakeServer) -> Any:
+        runtime = super()._get_server_runtime(server)
+        if not isinstance(runtime, CompilingRuntime):
+            runtime = CompilingRuntime(runtime)
+            vars(server)["_lua_runtime"] = runtime
+        return runtime
+
+
+class CompilingRuntime:
+    """A Lua runtime that compiles what it executes once, and leaves the collection of garbage to Lua."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime = runtime
+        self._compiled: dict[bytes | str, Callable[[], Any]] = {"collectgarbage()": lambda: None}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def execute(self, script: bytes | str) -> Any:
+        """Run a script, and return its result."""
+        if script not in self._compiled:
+            self._compiled[script] = self._runtime.compile(script)
+        return self._compiled[script]()
+
+
 class SimulatedConnection(FakeAsyncRedisConnection):
     """A connection to a simulated Redis."""
 
@@ -216,7 +245,14 @@ class SimulatedConnection(FakeAsyncRedisConnection):
         if not self._store.is_up or not _is_alive():
             raise RedisConnectionError("Connection refused.")
         self._generation = self._store.generation
-        await super()._connect()
+        self._sock = CompilingSocket(
+            self._server,
+            self.db,
+            client_class=self._client_class,
+            lua_modules=self._lua_modules,
+            client_info=self._client_info,
+        )
+        self._reader, self._writer = FakeReader(self._sock), FakeWriter(self._sock)
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
         """Skip the library's greeting, which the simulated server does not need."""

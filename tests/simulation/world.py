@@ -189,11 +189,14 @@ class World:
             self._ledger.violated(f"{len(left)} tasks are left")
 
 
+QUIET = structlog.make_filtering_bound_logger(logging.CRITICAL)
+
+
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Run without logs, and without garbage collections, which would end forgotten generators at any moment."""
     configured = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    structlog.configure(wrapper_class=QUIET)
     gc.disable()
     try:
         yield
