@@ -50,7 +50,7 @@ NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
 REJECT_BELOW = 1e-3
 MAX_DEVIATIONS = 5.0
-MAX_FAILED_DRAFTS = 0.02  # for each text: a machine that pauses for a second costs some rounds their draft
+MAX_FAILED_DRAFTS = 0.25  # for each text: a machine that pauses for a second costs every session at once a draft
 
 
 @dataclass(frozen=True)
