@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from grpc.aio import Channel
 
-import specdec.serving.extras  # noqa: F401  # first: a package that is missing becomes one sentence
+import specdec.serving.process_start  # noqa: F401  # first: a package that is missing becomes one sentence
 from coordinator.capabilities import WorkerCapabilities
 from coordinator.chat import load_chat_template
 from coordinator.draft import DraftWorkers, draft_watch

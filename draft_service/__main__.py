@@ -4,7 +4,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import specdec.serving.extras  # noqa: F401  # first: a package that is missing becomes one sentence
+import specdec.serving.process_start  # noqa: F401  # first: a package that is missing becomes one sentence
 from draft_service.drafter import DrafterKind
 from draft_service.registry import registered
 from draft_service.servicer import DraftServicer

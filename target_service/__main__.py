@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import specdec.serving.extras  # noqa: F401  # first: a package that is missing becomes one sentence
+import specdec.serving.process_start  # noqa: F401  # first: a package that is missing becomes one sentence
 from specdec.engine import EngineError
 from specdec.serving.model_worker import load_model, new_engine, running
 from specdec.serving.process_status import StatusServicer

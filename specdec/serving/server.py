@@ -326,6 +326,8 @@ async def _serve_until(told: "asyncio.Task[Any]", settings: ServiceSettings, ser
         return
     async with stack:
         server = entering.result()
+        gc.freeze()  # what was imported and loaded stays, and need not be looked at in every collection
+        gc.enable()
         await asyncio.wait({server.failure, told}, return_when=asyncio.FIRST_COMPLETED)
     if server.failure.done():
         raise CannotServe(server.failure.result())
