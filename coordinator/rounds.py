@@ -114,9 +114,23 @@ async def run_rounds(
             tracing.end_after(committing)
         await comparing.finish()
     finally:
-        await comparing.stop()
-        # shielded: cancelling this loop must not interrupt a commit
-        await asyncio.shield(committing)
+        try:
+            await comparing.stop()
+        finally:
+            await _settled(committing)
+
+
+async def _settled(committing: asyncio.Future[None]) -> None:
+    """Wait for a commit in flight, however often this is cancelled meanwhile. Raises what the commit does."""
+    is_cancelled = False
+    while not committing.done():
+        try:
+            await asyncio.wait([committing])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    committing.result()
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 class Comparing:

@@ -176,6 +176,22 @@ async def test_cancellation_awaits_the_commit() -> None:
         assert [entry for entry in rounds.trace.events if entry[0] == "committed"] == [("committed", 0)]
 
 
+@pytest.mark.parametrize("num_cancellations", [1, 2, 3])
+async def test_however_often_it_is_cancelled_it_awaits_the_commit_and_raises_its_error(num_cancellations: int) -> None:
+    rounds = Rounds()
+    rounds.gates[0], rounds.failing[0] = asyncio.Event(), FencedError("another coordinator has it")
+    rounds.traced.before = partial(wait_from_second, asyncio.Event())
+    task = asyncio.create_task(rounds.run())
+    await until(partial(has_scored_twice, rounds))
+    for _ in range(num_cancellations):
+        task.cancel()
+        await settle()
+        assert not task.done()
+    rounds.gates[0].set()
+    with pytest.raises(FencedError):
+        await task
+
+
 async def test_a_failed_round_awaits_the_commit() -> None:
     rounds = Rounds()
     rounds.gates[0] = asyncio.Event()
