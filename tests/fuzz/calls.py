@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +75,9 @@ async def _call(channel: Any, script: Script, sent: list[bytes], seen: Seen) -> 
         if script.leaving is Leaving.HALF_CLOSE:
             await call.done_writing()
         elif script.leaving is Leaving.STAY:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(call.read())), STAY_S)
+            reading = asyncio.ensure_future(call.read())
+            reading.add_done_callback(lambda read: read.cancelled() or read.exception())  # its status says it
+            await asyncio.wait([reading], timeout=STAY_S)
         if script.leaving is not Leaving.HALF_CLOSE:
             call.cancel()
         while (answer := await call.read()) is not grpc.aio.EOF:
