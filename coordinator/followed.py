@@ -55,11 +55,17 @@ class FollowedGeneration:
         self._interruption: Exception | None = None
         self._has_ended = False  # nothing more is published; what the task holds may still be open
         self._task: asyncio.Task[None] | None = None
+        self._has_begun = self._is_cancelled = False  # the task
 
     @property
     def has_failed(self) -> bool:
         """Return whether an error ended it here."""
         return self._error is not None or self._interruption is not None
+
+    @property
+    def was_started(self) -> bool:
+        """Return whether anything was to be published here, as against a session that had ended."""
+        return self._task is not None
 
     @property
     def is_running(self) -> bool:
@@ -88,13 +94,25 @@ class FollowedGeneration:
         """End it now; SessionCancelled ends the session, anything else fails followers."""
         if self._interruption is None:
             self._interruption = reason
-            if self._task and not self._has_ended:
+            self._cancel()
+
+    def _cancel(self) -> None:
+        """Cancel the task, once: a second time would interrupt how it ends."""
+        if self._task and not self._has_ended and not self._is_cancelled:
+            self._is_cancelled = True
+            if self._has_begun:  # else nothing of it would run, not even how it ends
                 self._task.cancel()
+
+    def _begin(self) -> None:
+        """Do what a task does first. Raises CancelledError if it was cancelled before."""
+        self._has_begun = True
+        if self._is_cancelled:
+            raise asyncio.CancelledError
 
     async def stop(self) -> "asyncio.Task[None] | None":
         """End it after a commit in flight. Return the task that still closes the worker streams, if any."""
         if self._task and not self._has_ended:
-            self._task.cancel()
+            self._cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         return self._task if self._task and not self._task.done() else None
 

@@ -26,6 +26,7 @@ class Healing(Enum):
     CURRENT = auto()  # the store has all that was shown
     HEALED = auto()  # it has it again
     LOST = auto()  # it has other text, and says so from now on
+    REPLACED = auto()  # it has another session under this name, which is left as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,15 @@ async def heal(store: SessionStore, shown: SessionRecord) -> Healing:
     """Let the store have what this coordinator has shown, or mark the session as lost. Raises UnavailableError."""
     for _ in range(MAX_ATTEMPTS):
         stored = await store.find(shown.session_id)
-        if stored is not None and (stored.status is Status.LOST or stored.fingerprint != shown.fingerprint):
-            return Healing.LOST  # also where another request has the id by now
+        if stored is not None and stored.fingerprint != shown.fingerprint:
+            return Healing.REPLACED
+        if stored is not None and stored.status is Status.LOST:
+            return Healing.LOST
         if stored is not None and stored.begins_with(shown) and _is_later(stored, shown):
             return Healing.CURRENT
         if stored is not None and not shown.begins_with(stored):
+            if stored.incarnation != shown.incarnation:
+                return Healing.REPLACED
             await store.lose(shown.session_id)
             return _noted(shown, Healing.LOST)
         if await store.restore(_above(shown, stored), stored):
@@ -103,7 +108,7 @@ def _is_later(stored: SessionRecord, shown: SessionRecord) -> bool:
 
 def told(healing: Healing) -> SpecdecError:
     """Return what followers are told by a coordinator that could not commit."""
-    if healing is Healing.LOST:
+    if healing in (Healing.LOST, Healing.REPLACED):
         return DataLossError("the session store lost text that was shown of this session; begin a new session")
     if healing is Healing.HEALED:
         return UnavailableError("the session store went back in time and has this session again; resume it")

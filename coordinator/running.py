@@ -117,6 +117,7 @@ class RunningGeneration(FollowedGeneration):
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
+            self._begin()
             parts = replace(workers.parts, outside=self._outside)
             await run_rounds(self.generation, parts, self._publish, self._until_read)
         except asyncio.CancelledError:

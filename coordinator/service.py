@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 from coordinator import metrics, requests
 from coordinator.admission import Admission, Ticket
 from coordinator.detached import DetachedRule, DetachedSessions
+from coordinator.fences import Fences
 from coordinator.followed import Ending, FollowedGeneration, OwnerLeft
 from coordinator.generation import CommittedChunk, OutputToken
 from coordinator.healing import BEGINNING, Position, not_lost, take_back
@@ -132,6 +132,7 @@ class Coordinator:
         if the store lacks what the client has, and the error of the rounds.
         """
         position = Position(offset, digest, handed, incarnation)
+        fences = Fences(self._outside)
         while True:
             async with self._attached(session_id, position) as followed:
                 if not (followed.holds(position.offset, position.digest) or await self._is_current(followed, position)):
@@ -142,15 +143,22 @@ class Coordinator:
                         position = position.after(chunk)
                         yield chunk, ending
                     return
-                except (FencedError, OwnerLeft):
-                    pass  # it has, or needs, another owner: tail it, or claim it
+                except (FencedError, OwnerLeft) as refusal:
+                    fences.count(refusal, position.offset)  # it has, or needs, another owner: tail it, or claim it
+            await fences.pause()
 
     @asynccontextmanager
     async def _attached(self, session_id: str, position: Position) -> AsyncIterator[FollowedGeneration]:
         """Yield the session's generation; when it is left by its last follower, keep what it has shown."""
         followed = None
+
+        async def start() -> FollowedGeneration:
+            nonlocal followed  # also where its follower leaves before it has begun
+            followed = await self.start(session_id, position)
+            return followed
+
         try:
-            async with self._running.attach(session_id, partial(self.start, session_id, position)) as followed:
+            async with self._running.attach(session_id, start) as followed:
                 yield followed
         finally:
             if followed and self._running.get(session_id) is not followed:
@@ -158,7 +166,8 @@ class Coordinator:
 
     def _left(self, followed: FollowedGeneration) -> None:
         shown, now_s = followed.shown, self._outside.now_s()
-        self._shown.keep(shown, now_s)
+        if followed.was_started:  # else it was shown as the store had it, and may expire soon
+            self._shown.keep(shown, now_s)
         is_owned = isinstance(followed, RunningGeneration) and followed.when_detached is DetachedPolicy.CANCEL
         if is_owned and shown.status is Status.ACTIVE:
             self._detached.add(shown.session_id, shown.epoch, now_s)

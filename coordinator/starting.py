@@ -85,7 +85,7 @@ class SessionStarts:
         """Claim a session that has what this coordinator and its client were shown; raises as `start`."""
         shown = self._shown.get(session_id)
         if shown:
-            await not_lost(heal(self._store, shown))
+            await not_lost(heal(self._store, shown))  # one that has its name by now is claimed as it is
         try:
             session = await self._claimed_settled(session_id)
         except NotFoundError:

@@ -247,6 +247,9 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
                 return reply
             self._held = 0 if num_misses else reply.cached_len  # after a second miss, send everything
             num_misses += 1
+            limit_s = max(limit_s, self._group.times.limit_s(len(committed) - self._held))
+            if not timer.expired():
+                timer.reschedule(asyncio.get_running_loop().time() + limit_s)
 
     @property
     def _address(self) -> str:
@@ -313,8 +316,9 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
 
     async def find_lost(self) -> None:
         """Wait a moment for the worker that was lost: it has the session's cache, and may just have been cut off."""
-        if self._lost:
-            await asyncio.wait([asyncio.ensure_future(self._lost.probe())], timeout=FIND_S)
+        lost, self._lost = self._lost, None
+        if lost:
+            await asyncio.wait([asyncio.ensure_future(lost.probe())], timeout=FIND_S)
 
     def distrust(self, failure: SpecdecError) -> None:
         """Leave a worker that failed a round; no session goes to it until it has proved itself."""
@@ -346,7 +350,10 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
 
     async def _close_at(self, worker: Worker[DescriptionT]) -> None:
         is_open = worker is self._worker
-        stream = self._stream if is_open else self._begin(worker.channel)
+        try:
+            stream = self._stream if is_open else self._begin(worker.channel)
+        except grpc.aio.UsageError:
+            return  # its channel is closed, as it is gone
         worker.num_streams += 1  # its channel stays open
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):

@@ -38,6 +38,7 @@ class TailedGeneration(FollowedGeneration):
 
     async def _run(self) -> None:
         try:
+            self._begin()
             await self._read_on()
         except asyncio.CancelledError:
             self._error = self._interruption or UnavailableError("this coordinator stopped the session; resume it")

@@ -83,12 +83,17 @@ class Upkeep:
             self._shown.take(shown.session_id)
         except (FencedError, DataLossError):
             await heal(self._store, shown)
-            self._shown.take(shown.session_id)
+            if self._shown.get(shown.session_id) is shown:  # else it has been followed and left again meanwhile
+                self._shown.take(shown.session_id)
 
     async def _end(self, session_id: str, epoch: int) -> None:
         """Cancel a session that nobody has claimed since its last client left."""
-        with suppress(NotFoundError, DataLossError):  # it is over anyway
-            await self._store.cancel(session_id, epoch)
+        try:
+            with suppress(NotFoundError, DataLossError):  # it is over anyway
+                await self._store.cancel(session_id, epoch)
+        except UnavailableError:
+            self._detached.add(session_id, epoch, self._outside.now_s())
+            raise
 
 
 async def _tolerated(session_id: str, check: Check) -> None:

@@ -57,8 +57,11 @@ class Drafter(Protocol):
         """Use the time until the next round; `proposal` has just been answered. Returns at once."""
         ...
 
-    def abandon(self, session: WorkerSession) -> None:
-        """Stop what `draft_ahead` began with this very `session`: its stream has ended."""
+    def abandon(self, session: WorkerSession, is_latest: bool) -> None:
+        """Stop what `draft_ahead` began with this very `session`: its stream has ended.
+
+        `is_latest`: no newer stream of the session uses what is held of it.
+        """
         ...
 
     def forget(self, session: WorkerSession) -> None:

@@ -86,9 +86,9 @@ class DraftRounds(SessionRounds):
         """Free what the drafter holds of the session."""
         self._drafter.forget(self.session)
 
-    def leave(self) -> None:
+    def leave(self, is_latest: bool) -> None:
         """Stop drafting ahead."""
-        self._drafter.abandon(self.session)
+        self._drafter.abandon(self.session, is_latest)
 
 
 def _packed(result: DraftResult) -> draft_pb2.ProposeResponse:

@@ -139,7 +139,7 @@ class TextDrafter(Generic[TextT]):
     def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
         """Do nothing: a lookup costs nothing."""
 
-    def abandon(self, session: WorkerSession) -> None:
+    def abandon(self, session: WorkerSession, is_latest: bool) -> None:
         """Do nothing: nothing runs in the background."""
 
     def forget(self, session: WorkerSession) -> None:

@@ -40,8 +40,7 @@ UP_DESCRIPTION = (
     "Run target, draft and coordinator on this machine, until Ctrl-C. Prints `specdec ready on HOST:PORT` once a token "
     "was generated. Every setting of the services can also be given as an environment variable, except those that have "
     "a flag here: SPECDEC_LOG_LEVEL=debug is the services' own flag --log-level; `python -m coordinator --help` lists "
-    "the coordinator's. A draft worker that ends by itself is started again, and meanwhile generations go on without "
-    "its drafts; if the coordinator or a target worker ends by itself, all of them end."
+    "the coordinator's. A service that ends by itself is started again on its port, and running generations go on."
 )
 
 START_ONE = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"
@@ -108,7 +107,7 @@ def _add_generate(commands: Any) -> None:
     speculation.add_argument(
         "--drafter",
         metavar="NAME",
-        help="model, recycle, ngram or suffix (default: the service chooses, round by round)",
+        help="one that the service offers, as model, recycle, suffix or eagle3 (default: it chooses, round by round)",
     )
     rules = [rule.name.lower() for rule in AcceptanceRuleName]
     speculation.add_argument("--acceptance-rule", choices=rules, help="(default: the service's)")

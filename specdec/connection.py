@@ -5,6 +5,7 @@ the same request_id, after it it resumes the session by offset. Either way the s
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,6 +15,7 @@ from specdec.channel import MAX_QUICK_BYTES, PATIENT_PINGS, QUICK_PINGS, Pings
 from specdec.completion import Chunk, Transcript, chunk_from_proto
 from specdec.errors import (
     DeadlineExceededError,
+    InvalidArgumentError,
     ModelMismatchError,
     SpecdecError,
     UnavailableError,
@@ -39,6 +41,9 @@ ResponseT = TypeVar("ResponseT")
 
 
 MAX_HANDED_BACK = 16_384  # tokens, 60 kB
+TOO_LARGE = re.compile(
+    r"message larger than max \((\d+) vs\. (\d+)\)"
+)  # grpc's words, before any server of ours reads it
 
 
 class Connection:
@@ -200,6 +205,9 @@ class Connection:
             return DeadlineExceededError(f"deadline of {timeout_s:g} s exceeded{resume}", retry_after_s=None)
         if isinstance(failure, UnavailableError):
             return UnavailableError(f"no specdec answers on {self.address}{_reason(error)}{resume}", retry_after_s=None)
+        if sizes := TOO_LARGE.search(error.details() or ""):
+            limit = f"the maximum is {sizes[2]} (--max-request-bytes of the coordinator)"
+            return InvalidArgumentError({"request": f"has {sizes[1]} bytes; {limit}; send a shorter prompt"})
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             problem = f"the server on {self.address} is not a specdec coordinator"
             return ModelMismatchError(f"{problem}; give the coordinator's port")

@@ -170,9 +170,10 @@ class ScoreRounds(SessionRounds):
         """Say that the round will be answered."""
         return self._servicer.in_progress()
 
-    def leave(self) -> None:
-        """Keep the session's cache only while nobody else needs the room."""
-        self._servicer.leave(self.session)
+    def leave(self, is_latest: bool) -> None:
+        """Keep the session's cache only while nobody else needs the room, unless a newer stream uses it."""
+        if is_latest:
+            self._servicer.leave(self.session)
 
     def forget(self) -> None:
         """Free the session's cache."""

@@ -145,13 +145,14 @@ class ModelDrafter:
         """Return whether any session waits for its draft; called on the engine thread too."""
         return self._num_asking > 0
 
-    def abandon(self, session: WorkerSession) -> None:
+    def abandon(self, session: WorkerSession, is_latest: bool) -> None:
         """Stop drafting ahead for a stream that has ended, not for another one of the same session."""
         owner, running = self._ahead.get(session.key, (None, None))
         if running and owner is session:
             del self._ahead[session.key]
             running.cancel()
-        self._engine.leave(session.key)  # its cache may make room for others at once
+        if is_latest:
+            self._engine.leave(session.key)  # its cache may make room for others at once
 
     def forget(self, session: WorkerSession) -> None:
         """Free the session's cache."""

@@ -26,6 +26,7 @@ LEAST_TOKEN_S = 1e-9  # so that prompts differ in length before any was measured
 # a piece reads what is cached before it once: that takes as long as for so many of its tokens to attend to it, as
 # measured on CPUs in float32 (7 to 9), where memory is slow and arithmetic is fast
 PASS_TOKENS = 8
+MOST_TIMES_LONGER = 4.0  # than expected, that a measurement counts for
 MAX_READING_S = 0.1  # of prompts alone: whatever comes meanwhile waits no longer, and a forward's fixed cost is less
 
 
@@ -86,6 +87,9 @@ class ReadingCost:
 
     def observe(self, num_tokens: int, num_pairs: float, elapsed_s: float) -> None:
         """Take note that so many tokens, attending to `num_pairs` tokens in all, took so long."""
+        expected_s = self.each_s * num_tokens + self.pair_s * num_pairs
+        if expected_s > 0:  # a machine that stood still for seconds says little of what tokens cost
+            elapsed_s = min(elapsed_s, MOST_TIMES_LONGER * expected_s)
         bits = int(num_pairs / num_tokens).bit_length()
         self._sums.setdefault(bits, _Sums()).observe(num_tokens, num_pairs, elapsed_s)
         self.each_s, self.pair_s = self._coefficients()

@@ -107,6 +107,10 @@ class EpochFence:
         if len(self._latest) > self._max_sessions:
             self._latest.popitem(last=False)
 
+    def is_latest(self, claim: "Claim") -> bool:
+        """Return whether no newer stream of the claim's session has come; also of one that was forgotten."""
+        return self._latest.get(claim.claimed, (0, 0)) <= (claim.epoch, claim.stream_number)
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -122,6 +126,11 @@ class Claim:
     def check(self) -> None:
         """Raise FencedError if a higher epoch was seen, UnavailableError if a newer stream of this epoch was."""
         self.fence.check(self)
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether no newer stream has come: what the worker holds of the session is this one's."""
+        return self.fence.is_latest(self)
 
 
 class SessionStream:
@@ -182,8 +191,8 @@ class SessionRounds(ABC):
     def forget(self) -> None:
         """Free what is held of the session: it is over."""
 
-    def leave(self) -> None:  # noqa: B027  # optional
-        """Stop what `answered` began: the stream has ended, however that came."""
+    def leave(self, is_latest: bool) -> None:  # noqa: B027  # optional
+        """Stop what `answered` began: the stream has ended, however that came; `is_latest`: no newer one has come."""
 
 
 async def serve_session(
@@ -205,7 +214,7 @@ async def serve_session(
     try:
         await _answer_rounds(stream, write, claim, rounds)
     finally:
-        rounds.leave()
+        rounds.leave(is_latest=claim.is_latest)
         _log_end(stream, rounds)
 
 

@@ -197,7 +197,7 @@ async def test_id_that_another_request_has_is_left_alone(store: Store) -> None:
     shown = await went_back(store, owner)
     await store.redis.hset(keys(SESSION)[0], "fingerprint", b"another")
     record = replace(await store.read(SESSION), fingerprint=b"", emitted=handed(shown), epoch=9)
-    assert await heal(store, record) is Healing.LOST
+    assert await heal(store, record) is Healing.REPLACED
     assert (await store.read(SESSION)).status is Status.ACTIVE
 
 

@@ -182,10 +182,13 @@ async def test_message_of_100_mb(served: Cluster, stub: Stub) -> None:
     assert await good_tokens(stub)
 
 
-async def test_messages_past_the_largest_request_are_refused(stub: Stub) -> None:
+async def test_messages_past_the_largest_request_are_refused(served: Cluster, stub: Stub) -> None:
     """Answers and messages between services may be larger."""
     error = await outcome(stub.Generate(request(text="x" * REQUEST_BYTES)))
     assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with AsyncClient(served.address) as client:
+        with pytest.raises(InvalidArgumentError, match=r"has \d+ bytes; the maximum is \d+ .*; send a shorter prompt"):
+            await client.complete("x" * REQUEST_BYTES)
     error = await outcome(stub.Generate(request(text="x" * (REQUEST_BYTES - 1000))))
     assert error.code() == INVALID
 

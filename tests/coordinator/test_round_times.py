@@ -1,8 +1,17 @@
 """How long rounds are waited for."""
 
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from coordinator.pool.pool import WorkerPool
+from coordinator.pool.worker import Worker
 from coordinator.round_times import FEW_TOKENS, MIN_ROUNDS, NUM_REMEMBERED, TOKENS_PER_CEILING, RoundTimes
+from coordinator.streams import SessionOpening, WorkerGroup, WorkerStream
+from specdec.types import SamplingParams
 
 
 def times(*decode_s: float) -> RoundTimes:
@@ -56,3 +65,40 @@ def test_rounds_given_up_make_the_next_ones_patient() -> None:
         made.observe(limits[-1], 1)
     assert limits[0] == 1.0
     assert limits[-1] == 60.0
+
+
+@dataclass
+class Forgetful:
+    """A draft worker's stream that loses the session's cache once, and reads the whole text in 0.3 s."""
+
+    replies: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 5000), (0.0, 0), (0.3, 5001)])
+
+    async def write(self, message: object) -> None: ...
+
+    async def read(self) -> SimpleNamespace:
+        pause_s, cached_len = self.replies.pop(0)
+        await asyncio.sleep(pause_s)
+        return SimpleNamespace(cached_len=cached_len)
+
+    def cancel(self) -> None: ...
+
+
+async def test_a_text_that_is_read_again_has_the_time_of_its_length() -> None:
+    async def describe(channel: object) -> object:
+        return channel
+
+    worker = Worker("a", None, describe)
+    await worker.probe()
+    pool: WorkerPool[object] = WorkerPool()
+    pool.workers["a"] = worker
+    quick = RoundTimes(floor_s=0.1, ceiling_s=10.0, factor=4.0)
+    for _ in range(NUM_REMEMBERED):
+        quick.observe(0.01, 1)
+    session = SessionOpening("s", 1, SamplingParams(seed=1), 1, lambda length: b"")
+    stream: WorkerStream[Any, object] = WorkerStream(
+        WorkerGroup("draft", pool, quick), lambda channel: Forgetful(), session, "open", "close"
+    )
+    text = list(range(5000))
+    for committed in (text, [*text, 1]):
+        reply = await stream.ask(committed, lambda start, tokens, digest: (start, tokens))
+        assert reply.cached_len == len(committed)

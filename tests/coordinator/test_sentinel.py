@@ -2,9 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -83,15 +84,35 @@ def cut_off(master: RedisServer) -> Iterator[None]:
             client.acl_setuser("default", enabled=True, categories=["+@all"])
 
 
+@asynccontextmanager
+async def opened(failover: Failover, **options: Any) -> AsyncIterator[SessionStore]:
+    """Open the store, and close it whatever happens."""
+    store = open_store(failover.url, TTL_S, **options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
 @pytest.mark.parametrize("how", ["killed", "demoted"])
 async def test_failovers_under_load_lose_nothing_in_durable_mode(failover: Failover, how: str) -> None:
     """All replicas have what was acknowledged, so any of them may be promoted."""
-    store = open_store(failover.url, TTL_S, num_replicas=NUM_REPLICAS, patience_s=60.0)
-    writers = [Writer(store, f"{how} {number}") for number in range(NUM_SESSIONS)]
-    await asyncio.gather(*(writer.begin() for writer in writers))
-    for _ in range(NUM_FAILOVERS):
-        stopped = asyncio.Event()
-        writing = [asyncio.create_task(writer.write(stopped)) for writer in writers]
+    async with opened(failover, num_replicas=NUM_REPLICAS, patience_s=60.0) as store:
+        writers = [Writer(store, f"{how} {number}") for number in range(NUM_SESSIONS)]
+        await asyncio.gather(*(writer.begin() for writer in writers))
+        for _ in range(NUM_FAILOVERS):
+            await write_through_a_failover(failover, how, writers)
+        for writer in writers:
+            assert await writer.stored() == writer.acknowledged == list(range(len(writer.acknowledged)))
+    assert {error for writer in writers for error in writer.errors} == set()
+
+
+async def write_through_a_failover(failover: Failover, how: str, writers: Sequence[Writer]) -> None:
+    """Let all write until each has committed to the new master."""
+    stopped = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        for writer in writers:
+            group.create_task(writer.write(stopped))  # what fails there ends the test
         former = failover.master
         if how == "killed":
             former.kill()
@@ -100,35 +121,27 @@ async def test_failovers_under_load_lose_nothing_in_durable_mode(failover: Failo
         else:
             await asyncio.to_thread(failover.fail_over)
         counts = [len(writer.acknowledged) for writer in writers]
-        while any(len(writer.acknowledged) <= count for writer, count in zip(writers, counts, strict=True)):
-            await asyncio.wait(writing, timeout=0.01)  # each has committed to the new master
-            for task in writing:
-                assert not task.done() or task.result()
+        while any(len(writer.acknowledged) <= count for writer, count in zip(writers, counts, strict=True)):  # noqa: ASYNC110  # the writers
+            await asyncio.sleep(0.01)  # each has committed to the new master
         stopped.set()
-        await asyncio.gather(*writing)
-        await asyncio.to_thread(failover.await_replicas)
-    for writer in writers:
-        assert await writer.stored() == writer.acknowledged == list(range(len(writer.acknowledged)))
-    assert {error for writer in writers for error in writer.errors} == set()
-    await store.close()
+    await asyncio.to_thread(failover.await_replicas)
 
 
 async def test_without_replicas_a_failover_may_lose_commits_and_says_so(failover: Failover) -> None:
     """The control: what the durable mode is for."""
-    store = open_store(failover.url, TTL_S)
-    writer = Writer(store, "not durable")
-    await writer.begin()
-    await asyncio.to_thread(failover.await_replicas)
-    former = failover.master
-    with cut_off(former):
-        await writer.commit(0)
-        former.kill()
-        await asyncio.to_thread(failover.await_master_other_than, former)
-    with pytest.raises(DataLossError):
-        await writer.commit(1)
+    async with opened(failover) as store:
+        writer = Writer(store, "not durable")
+        await writer.begin()
+        await asyncio.to_thread(failover.await_replicas)
+        former = failover.master
+        with cut_off(former):
+            await writer.commit(0)
+            former.kill()
+            await asyncio.to_thread(failover.await_master_other_than, former)
+        with pytest.raises(DataLossError):
+            await writer.commit(1)
     former.start()
     await asyncio.to_thread(failover.await_replicas)
-    await store.close()
 
 
 async def test_too_few_replicas_delay_a_commit_and_then_make_the_store_unavailable(failover: Failover) -> None:

@@ -37,6 +37,13 @@ class TestReadingCost:
             cost.observe(10, 50.0, 10 * token_s)
         assert cost.token_s(5) == pytest.approx(4e-3, rel=0.02)
 
+    def test_a_machine_that_stood_still_once_says_little(self) -> None:
+        cost = ReadingCost()
+        for _ in range(20):
+            cost.observe(10, 50.0, 10 * TOKEN_S)
+        cost.observe(10, 50.0, 5.0)
+        assert cost.token_s(5) < 2 * TOKEN_S
+
     @pytest.mark.parametrize("times", [(0.01, 0.001), (0.0, 0.01)])
     def test_is_never_negative(self, times: tuple[float, float]) -> None:
         cost = ReadingCost()

@@ -48,7 +48,7 @@ class HeadDrafter:
     def draft_ahead(self, session: WorkerSession, request: DraftRequest, proposal: Proposal) -> None:
         """Do nothing: the next round needs the states that the target computes now."""
 
-    def abandon(self, session: WorkerSession) -> None:
+    def abandon(self, session: WorkerSession, is_latest: bool) -> None:
         """Do nothing: nothing runs in the background."""
 
     def forget(self, session: WorkerSession) -> None:

@@ -189,7 +189,7 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
         for session in (first, second):
             drafter.draft_ahead(session, ask, drafted.proposal)
             await asyncio.sleep(0.001)
-            drafter.abandon(session)
+            drafter.abandon(session, is_latest=True)
         while engine.load.num_running or engine.load.num_waiting:  # noqa: ASYNC110  # the engine has no event for this
             await asyncio.sleep(0.001)
     finally:

@@ -110,6 +110,42 @@ async def test_a_session_has_one_round_at_a_time() -> None:
     assert events == ["1 begins", "1 ends", "3 begins", "3 ends"]
 
 
+async def test_a_stream_that_ends_late_leaves_nothing_of_the_newer_one() -> None:
+    """A connection of a former owner may be found dead long after another one has come."""
+    fence, left = EpochFence(), list[tuple[int, bool]]()
+
+    class Rounds(SessionRounds):
+        async def answer(self, message: pb.Score, is_first: bool) -> pb.ScoreResponse:
+            return pb.ScoreResponse()
+
+        def forget(self) -> None: ...
+
+        def leave(self, is_latest: bool) -> None:
+            left.append((self.session.epoch, is_latest))
+
+    async def write(answer: object) -> None: ...
+
+    async def serve(epoch: int, ended: asyncio.Event) -> None:
+        async def requests() -> AsyncIterator[pb.ScoreRequest]:
+            yield pb.ScoreRequest(open=pb.OpenTarget())
+            yield score_request(start=1)
+            await ended.wait()
+
+        rounds = Rounds(WorkerSession("s", epoch, PLAIN, 0))
+        await serve_session(SessionStream(requests(), "score"), write, fence, lambda _: rounds)
+
+    ends = [asyncio.Event(), asyncio.Event()]
+    streams = []
+    for epoch, ended in enumerate(ends, 1):
+        streams.append(asyncio.create_task(serve(epoch, ended)))
+        for _ in range(10):  # turns of the event loop, more than a round needs
+            await asyncio.sleep(0)
+    for ended, stream in zip(ends, streams, strict=True):
+        ended.set()
+        await stream
+    assert left == [(1, False), (2, True)]
+
+
 async def test_a_round_that_fails_as_its_stream_is_cancelled_leaves_no_error_behind() -> None:
     failing, logged = asyncio.Event(), list[object]()
 
