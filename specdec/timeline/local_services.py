@@ -20,6 +20,12 @@ MAX_LINES = 50
 async def local_services(flags: Sequence[str], endpoint: str) -> AsyncIterator[str]:
     """Run `specdec up FLAGS` on a free port while the context lasts; give its address. Raises TraceError."""
     process = await asyncio.create_subprocess_exec(
+        *(
+            sys.executable,
+            "-m",
+            "specdec.serving.tied",
+            str(os.getpid()),
+        ),  # they end with this process, however it ends
         *(sys.executable, "-m", "specdec", "up", *flags, "--port", "0", "--store", "memory"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

@@ -6,6 +6,7 @@
 import asyncio
 import json
 import re
+import signal
 import socket
 import sys
 import urllib.request
@@ -21,6 +22,8 @@ from specdec import AsyncClient
 from specdec.serving.local import Options, running
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
+from tests.support.command_line import start
+from tests.support.running_up import children_of, is_alive
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -176,3 +179,15 @@ async def test_trace_of_services_that_it_starts(services: Services, tmp_path: Pa
     names = {each["args"]["name"] for each in events if each["ph"] == "M"}
     assert names == {"client", "specdec-coordinator", "specdec-target", "specdec-draft"}
     assert min(each["dur"] for each in events if each["ph"] == "X") >= 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_services_of_a_trace_end_with_it(services: Services, number: signal.Signals) -> None:
+    tracing = await start("trace", "t5", "--target", str(services.model), "--draft", "none")
+    async with asyncio.timeout(60.0):
+        while not (started := children_of(tracing.pid)):  # noqa: ASYNC110  # a process sends no events
+            await asyncio.sleep(0.02)
+        tracing.send_signal(number)
+        await tracing.communicate()
+        while any(map(is_alive, started)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

@@ -40,8 +40,7 @@ class Up:
     @property
     def children(self) -> dict[str, int]:
         """Return the services' process ids by module: python -m specdec.serving.child PARENT MODULE FLAGS..."""
-        numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-        mine = [number for number in numbers if parent_of(number) == self.process.pid]
+        mine = children_of(self.process.pid)
         return {Path(f"/proc/{number}/cmdline").read_text().split("\0")[4]: number for number in mine}
 
     async def _read_errors(self) -> None:
@@ -68,6 +67,11 @@ def status_of(number: int) -> list[str]:
     with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
     return []
+
+
+def children_of(parent: int) -> list[int]:
+    numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [number for number in numbers if parent_of(number) == parent]
 
 
 def parent_of(number: int) -> int | None:
