@@ -192,6 +192,22 @@ async def test_cancelled_session_stays_cancelled(store: Store) -> None:
     assert (await store.read(SESSION)).status is Status.CANCELLED
 
 
+@pytest.mark.parametrize("ran_here", [True, False])
+async def test_a_session_that_was_only_read_here_is_not_brought_back(store: Store, ran_here: bool) -> None:
+    """It may have expired: only who ran it knows for how long it cannot have."""
+    owner, reader = ToyCoordinator(store), ToyCoordinator(store)
+    await owner.create(SESSION)
+    assert await owner.tokens(SESSION) == await reader.tokens(SESSION)
+    await store.redis.delete(*keys(SESSION))
+    watching = asyncio.create_task((owner if ran_here else reader).watch(0.01))
+    await asyncio.sleep(0.3)  # some comparisons
+    while ran_here and await store.find(SESSION) is None:
+        await asyncio.sleep(0.02)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert (await store.find(SESSION) is not None) == ran_here
+
+
 async def test_id_that_another_request_has_is_left_alone(store: Store) -> None:
     owner = ToyCoordinator(store)
     shown = await went_back(store, owner)

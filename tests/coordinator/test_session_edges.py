@@ -16,7 +16,6 @@ from specdec.errors import FencedError, UnavailableError
 from specdec.types import DetachedPolicy
 from tests.support.toy_coordinator import Gate, ToyCoordinator, take
 
-TTL_S = 3.0
 CANCELLING = DetachedRule(DetachedPolicy.CANCEL, 0.1)
 
 
@@ -30,18 +29,6 @@ async def running(coordinator: ToyCoordinator, store: SessionStore) -> AsyncIter
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await store.close()
-
-
-async def test_a_finished_session_that_was_read_again_expires() -> None:
-    store = open_store("memory", TTL_S)
-    coordinator = ToyCoordinator(store)
-    async with running(coordinator, store):
-        await coordinator.create("s")
-        await coordinator.tokens("s")
-        await asyncio.sleep(0.8 * TTL_S)
-        await coordinator.tokens("s")  # as it is stored
-        await asyncio.sleep(0.6 * TTL_S)
-        assert await store.find("s") is None
 
 
 async def test_a_name_that_is_used_again_belongs_to_the_new_session() -> None:
