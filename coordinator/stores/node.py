@@ -1,8 +1,8 @@
 """One Redis server: its connections, and commands that are answered on one of them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,19 @@ def options() -> dict[str, Any]:
     }
 
 
+@contextmanager
+def no_lost_cancellation() -> Iterator[None]:
+    """Raise the CancelledError of a cancellation that came meanwhile and went unheard.
+
+    redis-py sends by `asyncio.wait_for`, which on Python 3.11 forgets one that comes in the moment when it is done.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task else 0
+    yield
+    if task and task.cancelling() > num_before:
+        raise asyncio.CancelledError
+
+
 class Node:
     """One Redis server. At most MAX_CALLS calls are under way; more wait for their turn."""
 
@@ -41,6 +54,10 @@ class Node:
 
         Raises RedisError where the connection fails, and closes it: a later reply must not answer another command.
         """
+        with no_lost_cancellation():
+            return await self._executed(commands)
+
+    async def _executed(self, commands: Sequence[Command]) -> list[Any]:
         connection: Any = await self._connection()
         try:
             await connection.send_packed_command(connection.pack_commands(commands))

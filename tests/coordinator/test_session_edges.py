@@ -131,6 +131,21 @@ async def test_a_client_that_leaves_during_the_claim_has_left() -> None:
         await until_cancelled(store)
 
 
+async def test_no_cancellation_is_lost_between_two_calls_of_the_store() -> None:
+    store = open_store("memory", 1000.0)
+    coordinator = ToyCoordinator(store)
+    await coordinator.create("s")
+    await coordinator.tokens("s")
+    for num_turns in range(100):
+        watching = asyncio.create_task(coordinator.watch(0.0))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        watching.cancel()
+        async with asyncio.timeout(20.0):
+            await asyncio.wait([watching])
+    await store.close()
+
+
 async def until_cancelled(store: SessionStore) -> None:
     async with asyncio.timeout(10.0):
         while (await store.read("s")).status is not Status.CANCELLED:  # noqa: ASYNC110  # a store sends no events
