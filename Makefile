@@ -48,10 +48,11 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "specdec needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 	    "install one, then: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }
-	echo "setup: installing into $(VENV) (some minutes, once)"
+	echo "setup: installing into $(VENV) (some minutes, once): first torch"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	# torch by itself first: of the builds that pip is shown, the pin takes the machine's own
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	echo "setup: the other packages"
 	$(PIP) $$(grep -E '^(setuptools|grpcio-tools|mypy-protobuf)==' constraints.txt)
 	$(PIP) --no-build-isolation --editable '.[server,embedded,models,dev]'
 	touch $@

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
+from specdec.errors import InvalidArgumentError
 from specdec.parameters import Kind, Parameter, Switch, nearest_hint
 from specdec.types import SAMPLING_PARAMETERS, SamplingParams
 
@@ -29,6 +30,8 @@ class Parser(argparse.ArgumentParser):
         """Exit with one sentence."""
         # argparse's "argument --top-k: is ..." reads as a sentence without its first word
         sentence = message.removeprefix("argument ").replace(": is ", " is ", 1)
+        if sentence.startswith("unrecognized arguments"):
+            sentence += "; quotes keep a text with spaces together"
         self.exit(WRONG_USAGE, f"specdec: {sentence} ({self.prog} --help)\n")
 
     def _check_names(self, given: Sequence[str]) -> None:
@@ -47,6 +50,26 @@ class Parser(argparse.ArgumentParser):
                         f"unknown command {word}{nearest_hint(word, commands)}; commands are {', '.join(commands)}"
                     )
                 return  # the rest is the command's
+
+
+# fields that are words of a command, and no flags
+WORDS = {"session_id": "ID", "text": "PROMPT", "prompt": "PROMPT", "chat": "PROMPT", "chat.messages": "PROMPT"}
+
+
+def with_flags(error: InvalidArgumentError, flags: argparse.Namespace) -> str:
+    """Return an error's sentence with a command's flags and words in place of the fields of its request."""
+    sentence = error.message
+    for field in error.violations:
+        name = WORDS.get(field) or flag_of(field.rpartition(".")[2], flags)
+        sentence = sentence.replace(f"{field} ", f"{name} ", 1) if name else sentence
+    return sentence
+
+
+def flag_of(name: str, flags: argparse.Namespace) -> str | None:
+    """Return the flag that sets a field, if the command has one."""
+    parameter = SAMPLING_PARAMETERS.get(name)
+    own_name = parameter.flag if parameter else None
+    return (own_name or f"--{name.replace('_', '-')}") if name in flags else None
 
 
 def checked(kind: Kind) -> Callable[[str], Any]:

@@ -52,6 +52,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
+MAX_PORT = 65_535
 # names that gRPC resolves by itself; their forms are grpc's
 _RESOLVED = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
 _PLACES = re.compile(r"(?:dns|ipv4|ipv6):(?://[^/]*/)?(?P<rest>.*)")
@@ -62,7 +63,9 @@ def address_problem(address: str) -> str | None:
     """Return what is wrong with the address of a server and what would be right, or None."""
     if not isinstance(address, str):
         return f"is {address!r}; give host:port, as 127.0.0.1:50051"
-    if _HOST_AND_PORT.fullmatch(address) or (_RESOLVED.match(address)):
+    if found := _HOST_AND_PORT.fullmatch(address):
+        return None if int(found[2]) <= MAX_PORT else f"is {address!r}; give a port from 1 to {MAX_PORT}"
+    if _RESOLVED.match(address):
         return None
     scheme, found, rest = address.partition("://")
     if found:

@@ -16,11 +16,18 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its
 from specdec import terminal
 from specdec.accounting import command as accounting
 from specdec.accounting.architecture import NotUnderstood
-from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of
+from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of, with_flags
 from specdec.channel import address_problem
 from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, AsyncClient
 from specdec.completion import SessionStatus
-from specdec.errors import InvalidArgumentError, NotFoundError, SpecdecError, UnavailableError
+from specdec.errors import (
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotFoundError,
+    SpecdecError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from specdec.outage import OutageNotice
 from specdec.parameters import MAX_UINT32, Number, WholeNumber
 from specdec.planning import command as planning
@@ -44,6 +51,8 @@ UP_DESCRIPTION = (
 )
 
 START_ONE = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"
+
+WHERE_ID_IS = "the last line of `specdec generate` names its session"
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None]]
 
@@ -122,7 +131,7 @@ def _add_session(commands: Any) -> None:
     cancel = actions.add_parser("cancel", help="end a session; what it has stays readable")
     resume = actions.add_parser("resume", help="print a session from its first token on, and continue it if unfinished")
     for each, work in ((show, _show), (cancel, _cancel), (resume, _resume)):
-        each.add_argument("session_id", metavar="ID", help="the session, as a chunk names it")
+        each.add_argument("session_id", type=_session_id, metavar="ID", help="the session, as a chunk names it")
         _finish(each, work)
     _add_json(show)
     _add_json(resume)
@@ -174,6 +183,12 @@ def _host_and_port(address: str) -> str:
     if problem := address_problem(address):
         raise argparse.ArgumentTypeError(f"{problem}, here or in {ADDRESS_VARIABLE}")
     return address
+
+
+def _session_id(name: str) -> str:
+    if not name:
+        raise argparse.ArgumentTypeError(f"is empty; {WHERE_ID_IS}")
+    return name
 
 
 def _digest(digits: str) -> bytes:
@@ -280,7 +295,8 @@ async def _connected(flags: argparse.Namespace) -> AsyncIterator[tuple[AsyncClie
         try:
             await client.connect()
         except UnavailableError as error:
-            raise CommandError(f"{error}; {START_ONE}") from None
+            has_remedy = ";" in error.message
+            raise CommandError(f"{error}" if has_remedy else f"{error}; {START_ONE}") from None
         yield client, outage
 
 
@@ -291,7 +307,7 @@ async def _naming(flags: argparse.Namespace) -> AsyncIterator[None]:
         yield
     except NotFoundError:
         problem = f"{flags.address} has no session {flags.session_id!r}: it was never there, or it has expired"
-        raise CommandError(f"{problem}; the last line of `specdec generate` names its session") from None
+        raise CommandError(f"{problem}; {WHERE_ID_IS}") from None
 
 
 def _say_beside_output(sentence: str) -> None:
@@ -301,6 +317,7 @@ def _say_beside_output(sentence: str) -> None:
 
 async def _print_stream(stream: AsyncStream, outage: OutageNotice, json: bool) -> None:
     text = terminal.TextOutput(sys.stdout, os.environ)
+    outage.waiting()
     try:
         async with stream:
             async for chunk in stream:
@@ -318,6 +335,8 @@ async def _print_stream(stream: AsyncStream, outage: OutageNotice, json: bool) -
         if stream.session_id and not isinstance(error, NotFoundError):
             _hint(error, f"`specdec session resume {stream.session_id}` prints it again and continues")
         raise
+    finally:
+        outage.ended()
 
 
 def _hint(error: BaseException, sentence: str) -> None:
@@ -360,8 +379,10 @@ def _run(words: Sequence[str]) -> int:
         _refuse_misspelt_address()
         asyncio.run(flags.work(flags))
     except InvalidArgumentError as error:
-        return _failed(str(error), WRONG_USAGE, error)
+        return _failed(with_flags(error, flags), WRONG_USAGE, error)
     except SpecdecError as error:
+        if remedy := _remedy(error, flags):
+            error.add_note(remedy)
         return _failed(str(error), FAILED, error)
     except CommandError as error:
         return _failed(str(error), error.exit_code)
@@ -376,6 +397,15 @@ def _run(words: Sequence[str]) -> int:
         _give_up_output()
         return _failed(f"cannot go on: {error}", FAILED)
     return 0
+
+
+def _remedy(error: SpecdecError, flags: argparse.Namespace) -> str | None:
+    """Return which flag can mend an error, if one can."""
+    if isinstance(error, UnauthenticatedError) and not flags.token_file:
+        return "--token-file FILE sends a token"
+    if isinstance(error, DeadlineExceededError):
+        return f"--timeout-s gives it more than {flags.timeout_s:g} s"
+    return None
 
 
 def _give_up_output() -> None:

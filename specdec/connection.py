@@ -235,10 +235,13 @@ class Connection:
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
-    """Return the last cause in grpc's chain of them, as " (Connection refused)"; empty where it names none."""
+    """Return the last cause in grpc's chain of them, as " (Connection refused)"; empty where it names none.
+
+    A failed handshake has a remedy of its own behind it.
+    """
     details = error.details() or ""
     if problem := handshake_problem(details):
-        return f" ({problem})"
+        return f" ({problem.meaning}); {problem.remedy}"
     last = details.rpartition(": ")[2].rstrip("]. ")
     cause = details if last.isdigit() else last  # a number alone, as of an HTTP status, says too little
     return f" ({cause})" if cause else ""

@@ -90,17 +90,43 @@ def channel_credentials(contents: TlsContents) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(contents.ca, contents.key, contents.certificate)
 
 
-# what grpc and BoringSSL say of a handshake that fails, and what it means; the first that fits counts
+@dataclass(frozen=True, slots=True)
+class HandshakeProblem:
+    """Why a handshake failed: what grpc and BoringSSL say then, what it means, and what the caller can do."""
+
+    words: str
+    meaning: str
+    remedy: str
+
+
+_UNTRUSTED = (
+    "its certificate is of an authority that is not trusted here",
+    "give the authority's certificate (--tls-ca FILE, or tls=TlsFiles(ca=FILE))",
+)
 HANDSHAKE_PROBLEMS = (
-    ("certificate has expired", "its certificate has expired"),
-    ("certificate signature failure", "its certificate is of an authority that is not trusted here"),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is of an authority that is not trusted here"),
-    ("Hostname Verification Check failed", "its certificate is for another name"),
-    ("WRONG_VERSION_NUMBER", "it speaks plain text, and TLS was asked for"),
-    ("Socket closed", "Socket closed; a server that wants TLS, or another certificate of ours, does that too"),
+    HandshakeProblem(
+        "certificate has expired", "its certificate has expired", "the service's operator can give it a new one"
+    ),
+    HandshakeProblem("certificate signature failure", *_UNTRUSTED),
+    HandshakeProblem("CERTIFICATE_VERIFY_FAILED", *_UNTRUSTED),
+    HandshakeProblem(
+        "Hostname Verification Check failed",
+        "its certificate is for another name",
+        "give the address with a name that the certificate has",
+    ),
+    HandshakeProblem(
+        "WRONG_VERSION_NUMBER",
+        "it speaks plain text, and TLS was asked for",
+        "leave TLS out, or give the port that has it",
+    ),
+    HandshakeProblem(
+        "Socket closed",
+        "Socket closed, as by a server that wants TLS or another certificate of ours",
+        "give --tls or --tls-ca FILE, and where it asks for one --tls-certificate and --tls-key (tls= of the client)",
+    ),
 )
 
 
-def handshake_problem(details: str) -> str | None:
-    """Return what a failed handshake means, from the details of its status; None for anything else."""
-    return next((meaning for words, meaning in HANDSHAKE_PROBLEMS if words in details), None)
+def handshake_problem(details: str) -> HandshakeProblem | None:
+    """Return why a handshake failed, from the details of its status; None for anything else."""
+    return next((problem for problem in HANDSHAKE_PROBLEMS if problem.words in details), None)

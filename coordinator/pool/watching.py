@@ -114,7 +114,7 @@ class PoolWatch(Generic[DescriptionT]):
         elif self._out_since_s is None:
             self._out_since_s = now_s
             failures = [worker.failure for worker in self.pool.workers.values() if worker.failure]
-            causes = [cause for failure in failures if (cause := handshake_problem(failure.message))]
+            causes = [cause.meaning for failure in failures if (cause := handshake_problem(failure.message))]
             facts = {
                 "reasons": sorted({failure.reason for failure in failures}),
                 **({"cause": causes[0]} if causes else {}),

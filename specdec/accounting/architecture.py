@@ -114,6 +114,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def models_beside(name: str) -> list[str]:
+    """Return the models beside a folder that is not there: then it is mistyped, and no hub id."""
+    return sorted(str(each.parent) for each in Path(name).expanduser().parent.glob(f"*/{CONFIG_FILE}")) * ("/" in name)
+
+
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the sizes that a config.json gives. Raises NotUnderstood."""
     config = config.get("text_config") or config

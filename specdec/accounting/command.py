@@ -7,7 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specdec.accounting.architecture import CONFIG_FILE, SIZES, Architecture, NotUnderstood, architecture, read_config
+from specdec.accounting.architecture import (
+    CONFIG_FILE,
+    SIZES,
+    Architecture,
+    NotUnderstood,
+    architecture,
+    models_beside,
+    read_config,
+)
 from specdec.accounting.bounds import Bound, Setting, of_round, plain
 from specdec.accounting.traffic import FORMATS, Stored
 from specdec.arguments import checked
@@ -94,6 +102,8 @@ def _sizes(name: str | None, config_folder: ConfigFolder, given: dict[str, Any] 
     config: dict[str, Any] = {}
     if name is not None:
         folder = Path(name).expanduser()
+        if not folder.is_dir() and (beside := models_beside(name)):
+            raise NotUnderstood(f"there is no folder {name}; beside it there are {', '.join(beside)}")
         config = read_config(folder if folder.is_dir() else config_folder(name))
     elif not given:
         raise NotUnderstood("name a model, or give its numbers with --set NAME=VALUE")

@@ -10,6 +10,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from specdec import errors
 from specdec.v1 import generation_pb2 as pb
 from specdec.v1 import types_pb2
@@ -72,6 +74,27 @@ async def test_pipe_gets_only_the_text(service: Service, address: str) -> None:
 async def test_input_must_be_utf8(service: Service, address: str) -> None:
     outcome = await specdec("generate", "-", "--address", address, text=b"ab\xff")
     assert outcome == Outcome(2, "", "specdec: standard input is not UTF-8 (byte 2); convert it first\n")
+
+
+@pytest.mark.parametrize(
+    ("failure", "lines"),
+    [
+        (
+            errors.InvalidArgumentError({"sampling.max_new_tokens": "is 7; give at most 5"}),
+            ["--max-new-tokens is 7; give at most 5"],
+        ),
+        (errors.InvalidArgumentError({"text": "is empty; give a token"}), ["PROMPT is empty; give a token"]),
+        (errors.UnauthenticatedError("the call carries no token"), ["no token", "--token-file FILE sends a token"]),
+        (errors.DeadlineExceededError("too late"), ["too late", "--timeout-s gives it more than 0.5 s"]),
+    ],
+)
+async def test_errors_name_the_flag_that_mends_them(
+    failure: errors.SpecdecError, lines: list[str], service: Service, address: str
+) -> None:
+    service.handlers = [sends(then=failure)]
+    outcome = await specdec("generate", "x", "--timeout-s", "0.5", "--address", address)
+    assert len(outcome.err.splitlines()) == len(lines), outcome.err
+    assert all(words in line for words, line in zip(lines, outcome.err.splitlines(), strict=True)), outcome.err
 
 
 async def test_json_has_one_line_per_chunk(service: Service, address: str) -> None:

@@ -197,11 +197,11 @@ async def test_signed_tokens_name_their_tenant(secure: SecureCluster) -> None:
 
 
 HANDSHAKES: dict[str, tuple[Callable[[SecureCluster, Path], dict[str, Any]], str]] = {
-    "plain text": (lambda secure, folder: {}, "Socket closed"),
-    "no certificate": (lambda secure, folder: {"tls": TlsFiles(secure.client.ca)}, "Socket closed"),
+    "plain text": (lambda secure, folder: {}, "Socket closed.*; give --tls or --tls-ca"),
+    "no certificate": (lambda secure, folder: {"tls": TlsFiles(secure.client.ca)}, "Socket closed.*--tls-certificate"),
     "another authority": (
         lambda secure, folder: {"tls": Authority().files(folder, CLIENT)},
-        "an authority that is not trusted",
+        "an authority that is not trusted.*--tls-ca FILE",
     ),
 }
 

@@ -9,6 +9,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from specdec.accounting.architecture import models_beside
 from specdec.channel import is_loopback
 from specdec.serving.local.commands import coordinator_command, worker_commands
 from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
@@ -54,13 +55,12 @@ def _check_model(flag: str, name: str) -> None:
     elif not HUB_ID.fullmatch(name) or name.startswith("."):
         raise CannotRun(f"{flag}: there is no folder {name}; give a model's folder, or a hub id like org/name", 2)
     else:
-        _check_neighbours(flag, name, folder)
+        _check_neighbours(flag, name)
 
 
-def _check_neighbours(flag: str, name: str, folder: Path) -> None:
+def _check_neighbours(flag: str, name: str) -> None:
     """Refuse what is rather a mistyped folder than a hub id, for which a hub would be asked for a minute."""
-    beside = sorted(str(each.parent) for each in folder.parent.glob("*/config.json")) if "/" in name else []
-    if beside:
+    if beside := models_beside(name):
         raise CannotRun(f"{flag}: there is no folder {name}; beside it there are {', '.join(beside)}", 2)
 
 
@@ -85,7 +85,7 @@ def _check_heads(options: Options) -> None:
         if not folder.is_dir() and (head.startswith(".") or not HUB_ID.fullmatch(head)):
             raise CannotRun(f"--{name}-head: there is no folder {head}; give a head's folder, or a hub id", 2)
         if not folder.is_dir():
-            _check_neighbours(f"--{name}-head", head, folder)
+            _check_neighbours(f"--{name}-head", head)
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
