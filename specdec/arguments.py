@@ -1,4 +1,7 @@
-"""Command lines with argparse: one sentence for what is wrong, with the nearest valid name; flags from the table."""
+"""Command lines with argparse: one sentence for what is wrong, with the nearest valid name; flags from the table.
+
+Errors of a request get the names of the flags that mend them.
+"""
 
 import argparse
 import sys
@@ -10,7 +13,15 @@ from specdec.errors import InvalidArgumentError
 from specdec.parameters import Kind, Parameter, Switch, nearest_hint
 from specdec.types import SAMPLING_PARAMETERS, SamplingParams
 
-WRONG_USAGE = 2
+FAILED, WRONG_USAGE = 1, 2  # exit codes
+
+
+class CommandError(Exception):
+    """A command cannot continue. The message is for the user."""
+
+    def __init__(self, message: str, exit_code: int = FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Parser(argparse.ArgumentParser):

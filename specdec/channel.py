@@ -63,8 +63,8 @@ def address_problem(address: str) -> str | None:
     """Return what is wrong with the address of a server and what would be right, or None."""
     if not isinstance(address, str):
         return f"is {address!r}; give host:port, as 127.0.0.1:50051"
-    if found := _HOST_AND_PORT.fullmatch(address):
-        return None if int(found[2]) <= MAX_PORT else f"is {address!r}; give a port from 1 to {MAX_PORT}"
+    if place := _HOST_AND_PORT.fullmatch(address):
+        return None if int(place[2]) <= MAX_PORT else f"is {address!r}; give a port from 1 to {MAX_PORT}"
     if _RESOLVED.match(address):
         return None
     scheme, found, rest = address.partition("://")

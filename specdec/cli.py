@@ -5,41 +5,35 @@ import asyncio
 import importlib.metadata
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NoReturn
 
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is imported: its log is not for users
 
-from specdec import terminal
+from specdec import asking
 from specdec.accounting import command as accounting
 from specdec.accounting.architecture import NotUnderstood
-from specdec.arguments import WRONG_USAGE, Parser, add_sampling_flags, checked, sampling_of, with_flags
+from specdec.arguments import FAILED, WRONG_USAGE, CommandError, Parser, add_sampling_flags, checked, with_flags
 from specdec.channel import address_problem
-from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S, AsyncClient
-from specdec.completion import SessionStatus
+from specdec.client import DEFAULT_ADDRESS, DEFAULT_TIMEOUT_S
 from specdec.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
-    NotFoundError,
     SpecdecError,
     UnauthenticatedError,
-    UnavailableError,
 )
-from specdec.outage import OutageNotice
 from specdec.parameters import MAX_UINT32, Number, WholeNumber
 from specdec.planning import command as planning
-from specdec.request import MAX_TIMEOUT_S, ChatMessage
-from specdec.security_flags import add_security_flags, print_new_token, security_of
-from specdec.stream import AsyncStream
+from specdec.request import MAX_TIMEOUT_S
+from specdec.security_flags import add_security_flags, print_new_token
 from specdec.timeline import command as timeline
 from specdec.timeline.errors import TraceError
-from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName, SpeculationParams
+from specdec.types import MAX_DRAFT_TOKENS, AcceptanceRuleName
 from specdec.watching import command as watching
 
-FAILED, INTERRUPTED = 1, 130
+INTERRUPTED = 130  # exit code
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"
 # matches "ADRESS" and "ADDR", but not the variables of the services
 SIMILAR = 0.72
@@ -50,19 +44,8 @@ UP_DESCRIPTION = (
     "the coordinator's. A service that ends by itself is started again on its port, and running generations go on."
 )
 
-START_ONE = "start one with `specdec up --target DIR --draft DIR`, or wait until it says `specdec ready`"
-
-WHERE_ID_IS = "the last line of `specdec generate` names its session"
 
 Command = Callable[[argparse.Namespace], Coroutine[Any, Any, None]]
-
-
-class CommandError(Exception):
-    """A command cannot continue. The message is for the user."""
-
-    def __init__(self, message: str, exit_code: int = FAILED) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def parser(*, with_up: bool = False) -> Parser:
@@ -76,8 +59,8 @@ def parser(*, with_up: bool = False) -> Parser:
     _add_generate(commands)
     _add_session(commands)
     model = commands.add_parser("model", help="print the models of a running service")
-    _finish(model, _model)
-    watching.add(commands, _finish, _host_and_port, _connected)
+    _finish(model, asking.model)
+    watching.add(commands, _finish, _host_and_port, asking.connected)
     timeline.add(commands, _finish)
     planning.add(commands, _finish_offline)
     accounting.add(commands, _finish_offline, _config_folder)
@@ -120,7 +103,7 @@ def _add_generate(commands: Any) -> None:
     )
     rules = [rule.name.lower() for rule in AcceptanceRuleName]
     speculation.add_argument("--acceptance-rule", choices=rules, help="(default: the service's)")
-    _finish(generate, _generate)
+    _finish(generate, asking.generate)
 
 
 def _add_session(commands: Any) -> None:
@@ -130,7 +113,7 @@ def _add_session(commands: Any) -> None:
     show = actions.add_parser("show", help="print what the store holds of a session")
     cancel = actions.add_parser("cancel", help="end a session; what it has stays readable")
     resume = actions.add_parser("resume", help="print a session from its first token on, and continue it if unfinished")
-    for each, work in ((show, _show), (cancel, _cancel), (resume, _resume)):
+    for each, work in ((show, asking.show), (cancel, asking.cancel), (resume, asking.resume)):
         each.add_argument("session_id", type=_session_id, metavar="ID", help="the session, as a chunk names it")
         _finish(each, work)
     _add_json(show)
@@ -187,7 +170,7 @@ def _host_and_port(address: str) -> str:
 
 def _session_id(name: str) -> str:
     if not name:
-        raise argparse.ArgumentTypeError(f"is empty; {WHERE_ID_IS}")
+        raise argparse.ArgumentTypeError(f"is empty; {asking.WHERE_ID_IS}")
     return name
 
 
@@ -197,52 +180,6 @@ def _digest(digits: str) -> bytes:
     except ValueError:
         problem = f"is {digits!r}; give the 32 hexadecimal digits of a chunk's digest"
         raise argparse.ArgumentTypeError(problem) from None
-
-
-# ---- the commands
-
-
-async def _generate(flags: argparse.Namespace) -> None:
-    if flags.num_logprobs is not None and not flags.json:
-        raise CommandError("--num-logprobs is printed only as JSON; add --json", WRONG_USAGE)
-    text = _standard_input() if flags.prompt == "-" else flags.prompt
-    sampling = sampling_of(flags)
-    rule = AcceptanceRuleName[flags.acceptance_rule.upper()] if flags.acceptance_rule else None
-    speculation = SpeculationParams(
-        num_draft_tokens=flags.num_draft_tokens, drafter=flags.drafter, acceptance_rule=rule
-    )
-    async with _connected(flags) as (client, outage):
-        if flags.chat:
-            messages = [ChatMessage("user", text)]
-            stream = client.stream_chat(
-                messages, sampling=sampling, speculation=speculation, request_id=flags.request_id
-            )
-        else:
-            stream = client.generate(text, sampling=sampling, speculation=speculation, request_id=flags.request_id)
-        await _print_stream(stream, outage, flags.json)
-
-
-async def _show(flags: argparse.Namespace) -> None:
-    async with _connected(flags) as (client, _), _naming(flags):
-        session = await client.get_session(flags.session_id)
-        print(terminal.session_as_json(session) if flags.json else "\n".join(terminal.session_lines(session)))
-
-
-async def _cancel(flags: argparse.Namespace) -> None:
-    async with _connected(flags) as (client, _), _naming(flags):
-        status = await client.cancel(flags.session_id)
-        print("it had finished before" if status is SessionStatus.FINISHED else status.name.lower())
-
-
-async def _resume(flags: argparse.Namespace) -> None:
-    async with _connected(flags) as (client, outage), _naming(flags):
-        stream = client.resume(flags.session_id, offset=flags.offset, digest=flags.digest)
-        await _print_stream(stream, outage, flags.json)
-
-
-async def _model(flags: argparse.Namespace) -> None:
-    async with _connected(flags) as (client, _):
-        print("\n".join(terminal.model_lines(await client.get_model())))
 
 
 async def _version(flags: argparse.Namespace) -> None:
@@ -285,76 +222,6 @@ def _config_folder(name: str) -> Path:
         return config_folder(name)
     except TokenizerMissing as error:
         raise CommandError(str(error)) from None
-
-
-@asynccontextmanager
-async def _connected(flags: argparse.Namespace) -> AsyncIterator[tuple[AsyncClient, OutageNotice]]:
-    outage = OutageNotice(_say_beside_output)
-    security = security_of(flags)
-    async with AsyncClient(flags.address, timeout_s=flags.timeout_s, on_retry=outage.retrying, **security) as client:
-        try:
-            await client.connect()
-        except UnavailableError as error:
-            has_remedy = ";" in error.message
-            raise CommandError(f"{error}" if has_remedy else f"{error}; {START_ONE}") from None
-        yield client, outage
-
-
-@asynccontextmanager
-async def _naming(flags: argparse.Namespace) -> AsyncIterator[None]:
-    """Name the session, and where its id can be found, if the service does not have it."""
-    try:
-        yield
-    except NotFoundError:
-        problem = f"{flags.address} has no session {flags.session_id!r}: it was never there, or it has expired"
-        raise CommandError(f"{problem}; {WHERE_ID_IS}") from None
-
-
-def _say_beside_output(sentence: str) -> None:
-    """Print a sentence to standard error, on a line of its own also where text was just printed to a terminal."""
-    print("\n" if sys.stdout.isatty() else "", f"specdec: {sentence}", sep="", file=sys.stderr, flush=True)
-
-
-async def _print_stream(stream: AsyncStream, outage: OutageNotice, json: bool) -> None:
-    text = terminal.TextOutput(sys.stdout, os.environ)
-    outage.waiting()
-    try:
-        async with stream:
-            async for chunk in stream:
-                outage.progress()
-                if json:
-                    print(terminal.chunk_as_json(chunk), flush=True)
-                    continue
-                text.print(chunk)
-                if chunk.finish:
-                    text.end_line()
-                    print(terminal.statistics_line(chunk.finish, chunk.session_id), file=sys.stderr)
-    except (SpecdecError, asyncio.CancelledError) as error:
-        if sys.stdout.isatty():
-            text.end_line()
-        if stream.session_id and not isinstance(error, NotFoundError):
-            _hint(error, f"`specdec session resume {stream.session_id}` prints it again and continues")
-        raise
-    finally:
-        outage.ended()
-
-
-def _hint(error: BaseException, sentence: str) -> None:
-    """Print a hint: after the sentence of an error, and at once where there will be none."""
-    if isinstance(error, SpecdecError):
-        error.add_note(sentence)
-    else:
-        _failed(sentence, FAILED)
-
-
-def _standard_input() -> str:
-    if sys.stdin is None:
-        problem = "there is no standard input to read the prompt from"
-        raise CommandError(f"{problem}; give the prompt as an argument", WRONG_USAGE)
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise CommandError(f"standard input is not UTF-8 (byte {error.start}); convert it first", WRONG_USAGE) from None
 
 
 # ---- running one
