@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from benchmarks.measure import hardware
 from benchmarks.open_loop import redis_server
 from benchmarks.served import demo_pair
-from specdec import AsyncClient, SamplingParams, UnavailableError
+from specdec import AsyncClient, SamplingParams, SpeculationParams, UnavailableError
 from specdec.serving.child import Child, print_errors
 from specdec.serving.local import Options, running
 from specdec.serving.local.commands import coordinator_command, environment_of
 
 PROMPT = "def fibonacci(n):"
 MAX_START_S = 120.0
+PLAIN = SpeculationParams(num_draft_tokens=0)  # drafted, a text that repeats itself is over after some chunks
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ async def followed(clients: Sequence[AsyncClient], num_tokens: int, name: str) -
     """Follow one session with each of the clients; return the tokens a second until all have it, and its epochs."""
     sampling = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, ignore_eos=True)
     began_s = time.perf_counter()
-    asked = [client.complete(PROMPT, sampling=sampling, request_id=name) for client in clients]
+    asked = [client.complete(PROMPT, sampling=sampling, speculation=PLAIN, request_id=name) for client in clients]
     texts = await asyncio.gather(*asked)
     elapsed_s = time.perf_counter() - began_s
     assert len({text.tokens for text in texts}) == 1
@@ -84,7 +85,7 @@ async def gap_s(owner: Child, other: AsyncClient, num_tokens: int, name: str) ->
     await other.get_model()
     seen, offset, digest, last_s, gap = 0, 0, b"", 0.0, 0.0
     async with AsyncClient(f"127.0.0.1:{await owner.port}", max_retries=0) as client:
-        stream = client.generate(PROMPT, sampling=sampling, request_id=name)
+        stream = client.generate(PROMPT, sampling=sampling, speculation=PLAIN, request_id=name)
         with suppress(UnavailableError):
             async for chunk in stream:
                 last_s, seen, offset, digest = time.perf_counter(), seen + 1, chunk.end, chunk.digest
@@ -133,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.followers", description=__doc__)
     parser.add_argument("--turns", type=int, default=6, help="pairs of sessions: one follower, then two")
     parser.add_argument("--kills", type=int, default=5, help="coordinators that are killed")
-    parser.add_argument("--tokens", type=int, default=256, help="of each session")
+    parser.add_argument("--tokens", type=int, default=480, help="of each session")
     asyncio.run(measure(parser.parse_args()))
 
 
