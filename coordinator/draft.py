@@ -8,13 +8,14 @@ from typing import Any, TypeAlias
 import grpc
 
 from coordinator import metrics
+from coordinator.checks import Checks
 from coordinator.observing import NOTHING, part_of
 from coordinator.pool.pool import WorkerPool
 from coordinator.pool.resolving import Resolve
 from coordinator.pool.watching import PoolWatch
 from coordinator.round_times import RoundTimes
 from coordinator.rounds import Drafted
-from coordinator.streams import DESCRIBE_TIMEOUT_S, Checks, SessionOpening, WorkerGroup, WorkerStream, answered
+from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerGroup, WorkerStream, answered
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.exact import codec

@@ -7,14 +7,14 @@ worker the pool picks, and sends everything.
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
 from coordinator import metrics
+from coordinator.checks import Checks, checking
 from coordinator.pool.breaker import WorkerState
 from coordinator.pool.pool import Fits, WorkerPool
 from coordinator.pool.worker import DescriptionT, Worker
@@ -39,7 +39,8 @@ from specdec.types import SamplingParams
 DESCRIBE_TIMEOUT_S = 2.0
 FIND_S = 0.25  # for a worker that lost its connection to answer on another one
 STATUS_TIMEOUT_S = 1.0  # for the status of a failed stream
-CLOSE_TIMEOUT_S = 1.0  # for a worker to free what it holds of a session that is over
+# for a worker to free what it holds of a session that is over; a connection that is lost is noticed before
+CLOSE_TIMEOUT_S = 5.0
 # this session, while it may serve others
 CANNOT_SERVE = (ModelMismatchError, ContextTooShortError, OverloadedError)
 PING_TIMEOUT = "ping timeout"  # grpc's words for a connection whose ping was not answered
@@ -84,15 +85,6 @@ ReplyT = TypeVar("ReplyT", bound=Reply)
 
 Message = Callable[[int, Sequence[int], bytes], Any]
 """Makes a round's message of `start`, the committed tokens from there on, and the digest of those before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """When a round asks whether its worker still answers, and gives up waiting if it does not."""
-
-    after_s: float  # the round's age, and the time from one question to the next
-    timeout_s: float  # for the answer
-    needs_other: bool = True  # whether giving up is of use only where another worker can be asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +150,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         limit_s = self._group.times.limit_s(self.num_fed)
         try:
             async with asyncio.timeout(limit_s) as timer:
-                with self._checked(timer):
+                with checking(self._group.checks, timer, self._has_stopped):
                     reply = await self._ask(committed, message, timer, limit_s)
         except TimeoutError:
             raise self._late(self._group.outside.now_s() - begin_s, limit_s) from None
@@ -174,32 +166,6 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             raise
         self._succeeded(self._group.outside.now_s() - begin_s)
         return reply
-
-    @contextmanager
-    def _checked(self, timer: asyncio.Timeout) -> Iterator[None]:
-        """Let the time be up as soon as the worker does not answer probes any more."""
-        checks = self._group.checks
-        if checks is None:
-            yield
-            return
-        checking: list[asyncio.Future[None]] = []  # at most one
-
-        def begin() -> None:
-            checking.append(asyncio.ensure_future(self._check(checks, timer)))
-
-        due = asyncio.get_running_loop().call_later(checks.after_s, begin)
-        try:
-            yield
-        finally:
-            due.cancel()
-            for check in checking:
-                check.cancel()
-
-    async def _check(self, checks: Checks, timer: asyncio.Timeout) -> None:
-        while not await self._has_stopped(checks):  # noqa: ASYNC110  # a worker sends no events
-            await asyncio.sleep(checks.after_s)
-        if not timer.expired():
-            timer.reschedule(asyncio.get_running_loop().time())
 
     async def _has_stopped(self, checks: Checks) -> bool:
         """Return whether the worker is silent; work is only given up where that is of use."""

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from coordinator import metrics
+from coordinator.checks import Checks
 from coordinator.loads import ReportedLoads
 from coordinator.observing import NOTHING
 from coordinator.pool.pool import WorkerPool
@@ -16,7 +17,7 @@ from coordinator.pool.resolving import Resolve
 from coordinator.pool.watching import PoolWatch
 from coordinator.round_times import RoundTimes
 from coordinator.rounds import Scored
-from coordinator.streams import DESCRIBE_TIMEOUT_S, Checks, SessionOpening, WorkerGroup, WorkerStream, answered
+from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerGroup, WorkerStream, answered
 from specdec import messages
 from specdec.errors import (
     ContextTooShortError,

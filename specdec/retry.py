@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from specdec.errors import OverloadedError, SpecdecError, UnavailableError
 
+LEAST_PAUSE_S = 0.001
 MAX_EXPONENT = 64  # past it any sensible pause has reached its maximum, and a float would overflow
 
 
@@ -31,12 +32,12 @@ class RetryPolicy:
 
         `elapsed_s` is the time since the first attempt, `uniform` a number in [0, 1). The pause comes after the one
         that the server asked for, so that callers do not return all at once. The last pause is cut so that one
-        attempt is made when the budget ends.
+        attempt is made when the budget ends, but is long enough for the clock to move.
         """
         if elapsed_s >= self.budget_s or (self.max_failures is not None and num_failures >= self.max_failures):
             return None
         pause_s = retry_after_s + self._backoff_s(num_failures) * (1 - self.jitter * uniform)
-        return min(pause_s, self.budget_s - elapsed_s)
+        return max(LEAST_PAUSE_S, min(pause_s, self.budget_s - elapsed_s))
 
     def _backoff_s(self, num_failures: int) -> float:
         return min(self.first_s * self.factor ** min(num_failures - 1, MAX_EXPONENT), self.maximum_s)

@@ -143,7 +143,7 @@ async def test_server_error_becomes_one_sentence(service: Service, address: str)
         sends(then=errors.NotFoundError("there is no such session")),
     ]
     wrong = await specdec("generate", "x", "--address", address)
-    assert wrong == Outcome(2, "", "specdec: sampling.top_p is 7; give a number in (0, 1], or leave it unset\n")
+    assert wrong == Outcome(2, "", "specdec: --top-p is 7; give a number in (0, 1], or leave it unset\n")
     gone = await specdec("session", "show", "s-9", "--address", address)
     sentence = f"{address} has no session 's-9': it was never there, or it has expired"
     assert gone == Outcome(1, "", f"specdec: {sentence}; the last line of `specdec generate` names its session\n")

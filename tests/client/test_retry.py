@@ -113,3 +113,10 @@ def test_max_retries_counts_consecutive_failures() -> None:
 def test_only_transient_errors_are_retried(failure: SpecdecError, is_retried: bool) -> None:
     call = attempts(RetryPolicy(), 600.0, Clock())
     assert (call.pause_s(failure, is_connected=True) is not None) == is_retried
+
+
+def test_the_last_pause_lets_the_clock_move() -> None:
+    """What is left of a budget may be less than the clock can add: attempts would follow each other for ever."""
+    policy = RetryPolicy(budget_s=30.0)
+    assert policy.pause_s(9, 29.999999999999996, 0.0) == pytest.approx(0.001)
+    assert policy.pause_s(9, 30.0, 0.0) is None

@@ -57,11 +57,11 @@ async def heal(cluster: Cluster) -> None:
         if store.replica:
             store.replica.is_cut_off = False
             store.replica.follow(store)
-    for name, process in list(cluster.processes.items()):
+    for process in cluster.processes.values():
         process.slowness = 1.0
         process.go_on()
-        if not process.is_alive:
-            await cluster.start(name)
+    dead = [name for name, process in cluster.processes.items() if not process.is_alive]
+    await asyncio.gather(*map(cluster.start, dead))  # at once: a coordinator is ready when a target is
 
 
 async def kill(cluster: Cluster, chance: random.Random) -> None:
