@@ -31,6 +31,7 @@ from specdec.serving.writing import Writer
 
 STATUS_SERVICE = "specdec.v1.StatusService"
 MAX_METADATA_BYTES = 16 << 10
+WINDOW_BYTES = 256 << 10  # of a message that may be under way: over 100 ms of network, 2.5 MB a second
 
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),  # else a second server on the same port silently takes half of the connections
@@ -42,6 +43,9 @@ _SERVER_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * MIN_PING_PERIOD_S)),
     ("grpc.keepalive_permit_without_calls", 1),
     *PATIENT_PINGS.options(),
+    # a fixed window for each stream: grpc's own measuring lets it grow to megabytes, for each of a crowd of clients
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     # clients look for new servers only when a connection ends; running streams get an hour
     ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_connection_age_grace_ms", 3_600_000),
