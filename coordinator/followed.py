@@ -10,6 +10,8 @@ from specdec.errors import UnavailableError
 from specdec.serving.tracing import spans
 from specdec.types import FinishReason, Statistics
 
+MAX_UNREAD_TOKENS = 256  # that a session is ahead of its followers; then it pauses until one of them reads on
+
 
 class OwnerLeft(Exception):
     """The coordinator that ran a session runs it no more: whoever follows it may claim it."""
@@ -50,7 +52,7 @@ class FollowedGeneration:
         self._published_by: spans.Span = spans.NOTHING  # the span of the last round that was committed
         self._changed = asyncio.Event()  # replaced at each change
         self._readers: set[_Reader] = set()
-        self._read = asyncio.Event()  # replaced whenever a follower has read
+        self._moved = asyncio.Event()  # replaced whenever a follower has read, or a round was committed
         self._error: Exception | None = None
         self._interruption: Exception | None = None
         self._has_ended = False  # nothing more is published; what the task holds may still be open
@@ -137,14 +139,21 @@ class FollowedGeneration:
                 finally:
                     emitting.end()
                 offset = reader.offset = end
-                self._note_read()
+                self._note_moved()
         finally:
             self._readers.discard(reader)
-            self._note_read()
+            self._note_moved()
 
-    def _note_read(self) -> None:
-        read, self._read = self._read, asyncio.Event()
-        read.set()
+    def _note_moved(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    @property
+    def _is_far_ahead(self) -> bool:
+        """Whether nobody here has read what is published, by far."""
+        if not self._readers:
+            return False
+        return self._num_published - max(reader.offset for reader in self._readers) > MAX_UNREAD_TOKENS
 
     @property
     def _is_complete(self) -> bool:

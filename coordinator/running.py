@@ -22,8 +22,6 @@ from specdec.outside import REAL, Outside
 from specdec.serving.tracing import spans
 from specdec.types import DetachedPolicy, FinishReason
 
-MAX_UNREAD_TOKENS = 256  # that a session is ahead of its followers; then it pauses until one of them reads on
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandles:
@@ -102,18 +100,20 @@ class RunningGeneration(FollowedGeneration):
             self.interrupt(told(await heal(self._store, self.shown)))
 
     async def _until_read(self) -> None:
-        """Wait while all followers are far behind: what nobody reads is not generated."""
+        """Wait while all followers are far behind: what nobody reads is not generated.
+
+        Meanwhile nobody has the lease, so that a faster follower at another coordinator need not wait for them.
+        """
         if not self._is_far_ahead:
             return
         with metrics.paused():
+            is_leased = True
             while self._is_far_ahead:
-                await self._read.wait()
-
-    @property
-    def _is_far_ahead(self) -> bool:
-        if not self._readers:
-            return False
-        return self._num_published - max(reader.offset for reader in self._readers) > MAX_UNREAD_TOKENS
+                if is_leased and self._num_published == len(self.generation.emitted):  # else a commit renews it
+                    is_leased = False
+                    await self._store.release(self.session_id, self.epoch)
+                else:
+                    await self._moved.wait()
 
     async def _run(self, workers: WorkerHandles) -> None:
         try:
@@ -153,6 +153,7 @@ class RunningGeneration(FollowedGeneration):
         self._num_published += len(played.emitted)
         self._published_by = spans.current()
         self._tell()
+        self._note_moved()
 
     def _end(self, reason: Exception) -> None:
         """End after the committed tokens, or pass the error to the followers."""

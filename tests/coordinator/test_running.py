@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from coordinator.generation import Round
-from coordinator.session_record import Status
+from coordinator.session_record import LogEnd, Status
 from coordinator.sessions import Beat, SessionStore, open_store
 from coordinator.stores.opening import open_redis
 from specdec.errors import DataLossError, NotFoundError, OverloadedError, UnavailableError
@@ -62,7 +62,7 @@ async def undisturbed() -> list[int]:
 async def test_a_session_pauses_for_slow_readers(
     coordinator: ToyCoordinator, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.running.MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr("coordinator.followed.MAX_UNREAD_TOKENS", 3)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         tokens = tokens_of((await anext(chunks))[0])
         for _ in range(2000):
@@ -75,7 +75,7 @@ async def test_a_session_pauses_for_slow_readers(
 async def test_one_fast_reader_is_enough(
     coordinator: ToyCoordinator, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.running.MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr("coordinator.followed.MAX_UNREAD_TOKENS", 3)
     async with aclosing(coordinator.follow("s", 0, b"")) as slow:
         tokens = tokens_of((await anext(slow))[0])
         assert await coordinator.tokens("s") == undisturbed
@@ -83,8 +83,24 @@ async def test_one_fast_reader_is_enough(
     assert tokens == undisturbed
 
 
+async def test_a_paused_session_has_no_lease_and_goes_on_alone(
+    coordinator: ToyCoordinator, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else followed it: the epoch stays, and its next commit leases it again."""
+    monkeypatch.setattr("coordinator.followed.MAX_UNREAD_TOKENS", 3)
+    async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
+        tokens = tokens_of((await anext(chunks))[0])
+        session = await coordinator.store.read("s")
+        async with asyncio.timeout(coordinator.store.lease_s / 2):  # else it lapses by itself
+            while (await coordinator.store.tail("s", LogEnd.of(session)))[0].lease_left_s:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        tokens += [token async for chunk, _ in chunks for token in tokens_of(chunk)]
+    assert tokens == undisturbed
+    assert (await coordinator.store.read("s")).epoch == 1
+
+
 async def test_a_paused_session_can_be_cancelled(coordinator: ToyCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.running.MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr("coordinator.followed.MAX_UNREAD_TOKENS", 3)
     async with aclosing(coordinator.follow("s", 0, b"")) as chunks:
         await anext(chunks)
         for _ in range(2000):

@@ -136,6 +136,39 @@ async def test_failed_start_keeps_nobody_away(owner: ToyCoordinator, monkeypatch
     assert len(await ToyCoordinator(owner.store).tokens("s")) == LENGTH
 
 
+async def test_a_fast_follower_elsewhere_does_not_wait_for_a_slow_one_at_the_owner(
+    owner: ToyCoordinator, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner pauses without a lease; who reads on claims the session, and the slow one gets the rest of it."""
+    monkeypatch.setattr("coordinator.followed.MAX_UNREAD_TOKENS", 3)
+    other = ToyCoordinator(owner.store)
+    async with aclosing(owner.follow("s", 0, b"")) as slow:
+        seen = await take(slow, 1)
+        assert await other.tokens("s") == undisturbed
+        await read_into(seen, slow)
+    assert seen == undisturbed
+    assert (await owner.store.read("s")).epoch == 2
+
+
+async def test_slow_followers_do_not_take_a_session_from_each_other(
+    owner: ToyCoordinator, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.followed.MAX_UNREAD_TOKENS", 3)
+    monkeypatch.setattr("coordinator.tailing.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("coordinator.tailing.MAX_PAUSE_S", 0.01)
+    other = ToyCoordinator(owner.store)
+    owner.toys.before = gate = Gate(4)
+    async with aclosing(owner.follow("s", 0, b"")) as one, aclosing(other.follow("s", 0, b"")) as two:
+        await take(one, 4)
+        tailed = await take(two, 4)
+        gate.opened.set()
+        await asyncio.sleep(0.5)  # some fifty looks at a session that nobody has the lease of
+        assert (await owner.store.read("s")).epoch == 1
+        await read_into(tailed, two)
+    assert tailed == undisturbed
+    assert (await owner.store.read("s")).epoch == 2
+
+
 @pytest.mark.parametrize("canceller", ["owner", "other"])
 async def test_cancelling_ends_every_follower(owner: ToyCoordinator, canceller: str) -> None:
     other = ToyCoordinator(owner.store)

@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from tests.simulation.faults import FAULTS, HAZARDS, SETTINGS
 from tests.simulation.report import Told, told
 
+PROGRESS = 1000  # seeds between two signs of life
 CHUNK = 20  # seeds that one of several processes runs at a time
 
 
@@ -27,6 +28,8 @@ def main() -> None:
             print(world.text, flush=True)
         if world.is_broken and not options.keep_going:
             break
+        if count % PROGRESS == 0:
+            print(f"{count} seeds, {num_broken} broke an invariant", flush=True)
     elapsed_s = time.perf_counter() - began_s
     print(
         f"{count} seeds from {options.first}: {num_broken} broke an invariant; {count / elapsed_s:.1f} seeds a second"
