@@ -61,11 +61,12 @@ class AsyncClient:
     `address`: host:port, or a name that gRPC resolves, as dns:///host:port or unix:path. `tls`: the files to trust and
     to show; files that are replaced count for the next call. `credentials`: instead of `tls`, those of grpc. Without
     either it is plain text, which is refused off loopback unless `insecure` is True. `token`: a bearer token, or a
-    function that returns it, called for each attempt. `metadata`: sent with each call. `channel`: used instead of one
-    to `address`, and left open by `close`; or a function that opens one, which `close` closes. `timeout_s`: deadline of
-    each call, its retries included, unless the call has its own. `max_retries`: consecutive failed attempts; None:
-    as many as fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has
-    answered yet. `on_retry`: called before each pause after which a call is tried again; what it raises ends the call.
+    function that returns it, called for each attempt; None: no token. `metadata`: sent with each call. `channel`: used
+    instead of one to `address`, and left open by `close`; or a function that opens one, which `close` closes.
+    `timeout_s`: deadline of each call, its retries included, unless the call has its own. `max_retries`: consecutive
+    failed attempts; None: as many as fit before the deadline. `connect_timeout_s`: how long an address is tried if no
+    specdec server has answered yet. `on_retry`: called before each pause after which a call is tried again; what it
+    raises ends the call.
 
     A wrong argument raises InvalidArgumentError, an unknown keyword TypeError, at once and without a call to the
     service. Calls raise the subclasses of SpecdecError; RuntimeError once the client is closed.
@@ -77,7 +78,7 @@ class AsyncClient:
         *,
         tls: TlsFiles | None = None,
         credentials: grpc.ChannelCredentials | None = None,
-        token: str | Callable[[], str] | None = None,
+        token: str | Callable[[], str | None] | None = None,
         insecure: bool = False,
         metadata: Metadata = (),
         channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None = None,
