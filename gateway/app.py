@@ -8,14 +8,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import metrics
 from gateway.choices import Content
 from gateway.coordinators import Coordinators, Offer, set_caller
 from gateway.exchange import ClientLeft, Exchange
 from gateway.generating import Generating
-from gateway.problems import SERVER, HttpProblem, encoded, internal_problem, problem_of
+from gateway.problems import PROBLEMS, SERVER, HttpProblem, encoded, internal_problem, problem_of
 from gateway.settings import GatewaySettings
 from specdec.errors import SpecdecError
 from specdec.serving.process import where
@@ -108,6 +108,22 @@ class Endpoint:
             return await _refuse(exchange, internal_problem())
 
 
+class HeadLimit:
+    """Refuses large heads, of which h11 refuses only those that arrive in several pieces."""
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings) -> None:
+        self._app, self._settings = app, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._settings.max_header_bytes:
+            await _refuse(Exchange(scope, receive, send, self._settings), PROBLEMS[431])
+        else:
+            await self._app(scope, receive, send)
+
+
 async def _refuse(exchange: Exchange, problem: HttpProblem) -> int:
     if exchange.status is None:
         await exchange.answer(problem.status, problem.body, problem.headers)
@@ -117,7 +133,7 @@ async def _refuse(exchange: Exchange, problem: HttpProblem) -> int:
     return problem.status
 
 
-def application(coordinators: Coordinators, settings: GatewaySettings, readiness: Readiness) -> Starlette:
+def application(coordinators: Coordinators, settings: GatewaySettings, readiness: Readiness) -> ASGIApp:
     """Return the ASGI application."""
 
     async def healthy(exchange: Exchange) -> None:
@@ -144,7 +160,7 @@ def application(coordinators: Coordinators, settings: GatewaySettings, readiness
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
     app.router.redirect_slashes = False
-    return app
+    return HeadLimit(app, settings)
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
@@ -156,5 +172,5 @@ async def _unrouted(request: Request, error: Exception) -> Response:
         problem = HttpProblem(405, f"{path} takes {allowed}, not {request.method}", code="method_not_allowed")
     else:
         problem = HttpProblem(404, f"there is no {request.method} {path} here", code="unknown_url")
-    headers = {**(error.headers or {}), "connection": "close", "content-type": "application/json"}
+    headers = {**(error.headers or {}), "content-type": "application/json"}
     return Response(encoded(problem.body), problem.status, headers)

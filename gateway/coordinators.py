@@ -69,6 +69,7 @@ class Coordinators:
         self.client = AsyncClient(
             settings.coordinator,
             tls=tls,
+            spreads_calls=True,
             insecure=tls is None,  # the settings have refused plain text where it was not allowed
             token=lambda: _caller.get().key,
             timeout_s=settings.timeout_s,

@@ -93,7 +93,7 @@ class Exchange:
         announced = self.headers.get("content-length", "0")
         is_waiting = "expect" in self.headers  # for leave to send the body
         if int(announced) > limit and (is_waiting or int(announced) > DISCARDED_BODIES * limit):
-            self._refuse_size()
+            self._refuse_size(closes=is_waiting)
         try:
             async with asyncio.timeout(self._settings.read_timeout_s):
                 return await self._read(limit)
@@ -115,9 +115,10 @@ class Exchange:
                 self._refuse_size()
         return b"".join(pieces)
 
-    def _refuse_size(self) -> NoReturn:
+    def _refuse_size(self, *, closes: bool = False) -> NoReturn:
         problem = f"the body is larger than {self._settings.max_body_bytes} bytes; send less"
-        raise HttpProblem(413, problem, code="request_too_large", headers={"connection": "close"})
+        headers = {"connection": "close"} if closes else None
+        raise HttpProblem(413, problem, code="request_too_large", headers=headers)
 
     # ---- what the client gets
 

@@ -11,7 +11,7 @@ from gateway.asked import CHAT_NAMES, COMPLETION_NAMES, Asked, chat_asked, compl
 from gateway.choices import ChatForm, Choice, CompletionForm, Content, Form, Part
 from gateway.coordinators import Coordinators, Offer, set_caller
 from gateway.exchange import Exchange, request_name
-from gateway.problems import problem_of
+from gateway.problems import HttpProblem, problem_of
 from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
 from specdec.completion import Chunk
@@ -40,7 +40,7 @@ class Generating:
     async def _answer(self, exchange: Exchange) -> None:
         key, given_id = exchange.key(), exchange.take_request_id()
         body, content = await exchange.json()
-        asked = PARSERS[self._is_chat](content, self._settings.max_choices)
+        asked = self._checked(content)
         set_caller(key)
         offer = await self._coordinators.checked_offer(asked.model)
         name = request_name(key, given_id, exchange.scope["path"], body)
@@ -50,6 +50,13 @@ class Generating:
             await exchange.unless_client_leaves(answer.stream(exchange, sessions, self._settings.keep_alive_s))
         else:
             await exchange.answer(200, await exchange.unless_client_leaves(answer.whole(sessions)))
+
+    def _checked(self, content: Any) -> Asked:
+        """Return what a body asks for. Raises HttpProblem."""
+        try:
+            return PARSERS[self._is_chat](content, self._settings.max_choices)
+        except RecursionError:  # of an error that shows a value
+            raise HttpProblem(400, "the body is nested too deeply", code="invalid_json") from None
 
 
 class Answer:

@@ -118,3 +118,16 @@ def _retry_after_s(error: SpecdecError, row: _Row) -> float | None:
 def internal_problem() -> HttpProblem:
     """Return the answer to a bug of ours: what happened is in the log, not in the answer."""
     return HttpProblem(500, "an error inside the gateway; its log has the cause", kind=SERVER, code="internal_error")
+
+
+# by their status: of the form of requests, before anybody reads what they ask for
+PROBLEMS = {
+    408: HttpProblem(408, "the head of the request did not arrive in time", code="request_timeout"),
+    431: HttpProblem(
+        431, "the head of the request is too large; send fewer or shorter headers", code="headers_too_large"
+    ),
+    501: HttpProblem(501, "the request's transfer encoding is not supported; send it chunked or with its length"),
+    503: HttpProblem(
+        503, "the gateway has too many connections; try again soon", kind=SERVER, code="overloaded", retry_after_s=1.0
+    ),
+}

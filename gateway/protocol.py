@@ -7,21 +7,11 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gateway.problems import SERVER, HttpProblem, encoded
+from gateway.problems import PROBLEMS, HttpProblem, encoded
 from gateway.settings import GatewaySettings
 
 LINGER_S = 2.0  # how long a connection is read on after a refusal: closed at once, its client might not see the answer
 REFUSABLE = (h11.IDLE, h11.SEND_RESPONSE)  # states in which no other answer has begun
-PROBLEMS = {
-    408: HttpProblem(408, "the head of the request did not arrive in time", code="request_timeout"),
-    431: HttpProblem(
-        431, "the head of the request is too large; send fewer or shorter headers", code="headers_too_large"
-    ),
-    501: HttpProblem(501, "the request's transfer encoding is not supported; send it chunked or with its length"),
-    503: HttpProblem(
-        503, "the gateway has too many connections; try again soon", kind=SERVER, code="overloaded", retry_after_s=1.0
-    ),
-}
 NO_HTTP = HttpProblem(400, "the request is not valid HTTP/1.1", code="invalid_http")
 
 
@@ -51,9 +41,6 @@ class LimitedProtocol(H11Protocol):
         if not self._is_refused:
             super().data_received(data)
             self._watch()
-
-    def eof_received(self) -> None:
-        """Let the connection be closed."""
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what h11 cannot read; uvicorn calls this while it handles h11's error."""

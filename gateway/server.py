@@ -75,6 +75,7 @@ async def serving_http(
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        reset_contextvars=True,  # a request must not begin with another one's caller
         timeout_keep_alive=IDLE_S,
         timeout_graceful_shutdown=round(settings.drain_s),
         h11_max_incomplete_event_size=settings.max_header_bytes,
