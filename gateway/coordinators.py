@@ -21,7 +21,7 @@ from specdec.errors import OverloadedError, SpecdecError, UnauthenticatedError
 from specdec.retry import Retry
 
 KNOWN_S = 5.0  # how long a model's name counts as known: each request is checked against it
-CANCEL_S = 10.0  # that ending a session may take
+CANCEL_S = 2.0  # that ending a session may take; one that is not ended so is ended by its coordinator, later
 ASK_AGAIN_S = 0.5  # whether a coordinator answers
 ASK_S = 5.0  # that an answer about the model may take
 

@@ -44,8 +44,6 @@ class Exchange:
         self.status: int | None = None
         self._shown_id = uuid.uuid4().hex
 
-    # ---- what the client sent
-
     def key(self) -> str | None:
         """Return the bearer key; None where none is given. Raises HttpProblem."""
         given = self.headers.get("authorization")
@@ -119,8 +117,6 @@ class Exchange:
         problem = f"the body is larger than {self._settings.max_body_bytes} bytes; send less"
         headers = {"connection": "close"} if closes else None
         raise HttpProblem(413, problem, code="request_too_large", headers=headers)
-
-    # ---- what the client gets
 
     async def unless_client_leaves(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what `work` returns; cancel it and raise ClientLeft if the client leaves meanwhile."""

@@ -7,7 +7,7 @@ import pytest
 
 from specdec import errors
 from specdec.v1 import generation_pb2 as pb
-from tests.support.gateway import CHAT, COMPLETION, MODEL, NAME, openai_client, serving_gateway
+from tests.support.gateway import CANCELLED, CHAT, COMPLETION, MODEL, NAME, openai_client, serving_gateway
 from tests.support.scripted import TEXT, WHOLE, Service, chunk, sends
 
 MESSAGES = CHAT["messages"]
@@ -170,7 +170,7 @@ async def test_wrong_fields_have_openai_names(service: Service, client: Any) -> 
 
 
 async def test_error_in_mid_stream_is_raised(service: Service, client: Any) -> None:
-    service.handlers = [sends(WHOLE[0], then=errors.DataLossError("the store went back"))]
+    service.handlers = [sends(WHOLE[0], then=errors.DataLossError("the store went back")), CANCELLED]
     stream = await client.chat.completions.create(**CHAT, stream=True)
     seen = [(await anext(stream)).choices[0].delta.content for _ in range(2)]
     assert seen == ["", "Once upon"]

@@ -10,10 +10,19 @@ from prometheus_client import REGISTRY
 
 from specdec import errors
 from specdec.v1 import generation_pb2 as pb
-from tests.support.gateway import CHAT, COMPLETION, MODEL, asked, connected, openai_client, request, serving_gateway
-from tests.support.scripted import SESSION, TEXT, WHOLE, Endless, Send, Service, answers, chunk, sends, served
+from tests.support.gateway import (
+    CANCELLED,
+    CHAT,
+    COMPLETION,
+    MODEL,
+    asked,
+    connected,
+    openai_client,
+    request,
+    serving_gateway,
+)
+from tests.support.scripted import SESSION, TEXT, WHOLE, Endless, Send, Service, chunk, sends, served
 
-CANCELLED = answers(pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED))
 STREAM = COMPLETION | {"stream": True}
 
 
@@ -48,8 +57,13 @@ async def test_request_is_repeated_before_the_first_token(service: Service, port
 
 
 async def test_silence_has_signs_of_life(service: Service, coordinator: str) -> None:
-    endless = Endless(begins=False)
-    service.handlers = [MODEL, endless]
+    go_on = asyncio.Event()
+
+    async def silent(given: Any, send: Send, context: Any) -> None:
+        await go_on.wait()
+        await sends(*WHOLE)(given, send, context)
+
+    service.handlers = [MODEL, silent]
     async with serving_gateway(coordinator, keep_alive_s=0.02) as port, connected(port) as connection:
         await connection.send(request("/v1/chat/completions", CHAT | {"stream": True}))
         head = await connection.until(b"\r\n\r\n")
@@ -58,8 +72,9 @@ async def test_silence_has_signs_of_life(service: Service, coordinator: str) -> 
         await connection.until(b'"role":"assistant"')
         for _ in range(3):
             await connection.until(b": keep-alive\n\n")
-        endless.go_on.set()
-        await connection.until(b'"content":" a"')
+        go_on.set()
+        await connection.until(b'"content":" was."')
+        await connection.until(b"data: [DONE]")
 
 
 async def test_openai_client_passes_over_signs_of_life(service: Service, coordinator: str) -> None:
@@ -181,7 +196,7 @@ async def test_choice_that_fails_ends_the_others(service: Service, client: Any) 
 
 
 async def test_deadline_is_a_timeout(service: Service, coordinator: str) -> None:
-    service.handlers = [MODEL, Endless()]
+    service.handlers = [MODEL, Endless(), CANCELLED]
     async with serving_gateway(coordinator, timeout_s=0.5) as port:
         answer = await asked(port, "/v1/completions", COMPLETION)
     assert (answer.status, answer.json["error"]["code"]) == (504, "timeout")

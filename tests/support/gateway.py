@@ -23,6 +23,7 @@ OFFER = pb.GetModelResponse(
     max_draft_tokens=8,
 )
 MODEL: Handler = answers(OFFER)
+CANCELLED: Handler = answers(pb.CancelSessionResponse(status=pb.SESSION_STATUS_CANCELLED))
 CHAT: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Tell me."}]}
 COMPLETION: dict[str, Any] = {"model": NAME, "prompt": "Tell me."}
 
