@@ -87,7 +87,9 @@ async def serving_http(
     running = _Uvicorn(config)
     async with supervised(server, "certificates", _renewed(config.ssl, settings)):
         task = asyncio.create_task(running.serve([listener]), name="http")
-        task.add_done_callback(lambda _: server.fail("its HTTP server has ended; start it again"))
+        task.add_done_callback(
+            lambda _: running.should_exit or server.fail("its HTTP server has ended; start it again")
+        )
         try:
             yield
         finally:

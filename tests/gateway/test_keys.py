@@ -32,7 +32,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[int]:
 async def test_keys_are_checked_by_the_coordinator(guarded: int) -> None:
     async with openai_client(guarded, ACME) as client:
         assert [model.id async for model in client.models.list()] == ["toy"]
-        assert (await client.completions.create(**GREEDY | {"specdec": None})).usage.completion_tokens == 16
+        assert (await client.completions.create(**COMPLETION, temperature=0)).usage.completion_tokens == 16
     for key, sentence in (("another", "the token is unknown"), ("", "the call carries no token")):
         async with openai_client(guarded, key) as client:
             with pytest.raises(openai.AuthenticationError, match=sentence) as failed:
