@@ -87,14 +87,17 @@ async def serving_http(
     running = _Uvicorn(config)
     async with supervised(server, "certificates", _renewed(config.ssl, settings)):
         task = asyncio.create_task(running.serve([listener]), name="http")
-        task.add_done_callback(
-            lambda _: running.should_exit or server.fail("its HTTP server has ended; start it again")
-        )
+        task.add_done_callback(lambda _: _note_end(running, server))
         try:
             yield
         finally:
             running.should_exit = True
             await asyncio.wait([task])
+
+
+def _note_end(running: _Uvicorn, server: Server) -> None:
+    if not running.should_exit:
+        server.fail("its HTTP server has ended; start it again")
 
 
 def _is_no_drain(record: logging.LogRecord) -> bool:

@@ -231,7 +231,7 @@ def token_id_problem(ids: Sequence[Any]) -> str | None:
     return None
 
 
-def _as_float(number: Real) -> float:
+def _as_float(number: Any) -> float:
     """Return a number as a float; an integer that is too large for one becomes infinite."""
     try:
         return float(number)

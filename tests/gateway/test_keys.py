@@ -33,13 +33,20 @@ async def test_keys_are_checked_by_the_coordinator(guarded: int) -> None:
     async with openai_client(guarded, ACME) as client:
         assert [model.id async for model in client.models.list()] == ["toy"]
         assert (await client.completions.create(**COMPLETION, temperature=0)).usage.completion_tokens == 16
-    for key, sentence in (("another", "the token is unknown"), ("", "the call carries no token")):
-        async with openai_client(guarded, key) as client:
-            with pytest.raises(openai.AuthenticationError, match=sentence) as failed:
-                await client.completions.create(**COMPLETION)
-            assert failed.value.code == "invalid_api_key"
-            with pytest.raises(openai.AuthenticationError):
-                await client.models.list()
+    async with openai_client(guarded, "another") as client:
+        with pytest.raises(openai.AuthenticationError, match="the token is unknown") as failed:
+            await client.completions.create(**COMPLETION)
+        assert failed.value.code == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+
+
+@pytest.mark.parametrize("header", ["", "Bearer ", "bearer"])
+async def test_requests_without_a_key_are_refused(guarded: int, header: str) -> None:
+    for path, content, method in (("/v1/completions", COMPLETION, "POST"), ("/v1/models", None, "GET")):
+        answer = await asked(guarded, path, content, method, authorization=header)
+        assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert "the call carries no token" in answer.json["error"]["message"]
 
 
 async def test_gateway_is_ready_without_a_key(guarded: int) -> None:
