@@ -78,7 +78,6 @@ async def test_chat_and_its_stream_are_the_same(services: Services, client: Any)
     stream = await client.chat.completions.create(**wanted(services, messages=messages, stream=True))
     pieces = [event.choices[0].delta.content or "" async for event in stream]
     assert "".join(pieces) == whole.choices[0].message.content
-    assert len(pieces) > 3
 
 
 async def test_logprobs_are_the_clients_own(services: Services, client: Any) -> None:
