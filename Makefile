@@ -32,7 +32,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install -qq --constraint constrain
 INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/specdec/v1/*.proto)
 STUBS := specdec/v1/types_pb2.py
-IMAGES := coordinator target draft demo-coordinator demo-target demo-draft
+IMAGES := coordinator target draft gateway demo-coordinator demo-target demo-draft
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help

@@ -27,9 +27,10 @@ from specdec.errors import SpecdecError
 from specdec.serving.background import in_background
 from specdec.serving.channels import open_worker_channel
 from specdec.serving.memory import give_back_large_blocks
+from specdec.serving.process import supervised
 from specdec.serving.process_status import StatusServicer
 from specdec.serving.security.tls import log_reload
-from specdec.serving.server import Server, run_process, supervised
+from specdec.serving.server import Server, run_process
 from specdec.serving.settings import load
 from specdec.serving.state_folder import REDIS_SERVER, redis_server, store_folder
 from specdec.serving.telemetry import get_logger

@@ -38,6 +38,7 @@ def sets() -> dict[str, list[str]]:
         "build": settings["build-system"]["requires"],
         "services": [
             *(*project["dependencies"], *extras["server"], *extras["embedded"], *extras["tracing"]),
+            *(each for each in extras["gateway"] if not each.startswith("specdec")),
             *BEFORE_3_11_3,
         ],
         "models": [*models, *TORCH_NEEDS],

@@ -52,6 +52,8 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
+IN_TURNS = (("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),)
+
 MAX_PORT = 65_535
 # names that gRPC resolves by itself; their forms are grpc's
 _RESOLVED = re.compile(r"(dns|ipv4|ipv6|unix|unix-abstract|vsock|xds):")
@@ -81,10 +83,17 @@ def _example(host: str) -> str:
 
 
 def open_channel(
-    address: str, credentials: grpc.ChannelCredentials | None = None, pings: Pings = QUICK_PINGS
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    pings: Pings = QUICK_PINGS,
+    *,
+    spreads_calls: bool = False,
 ) -> grpc.aio.Channel:
-    """Return a channel to one server: with TLS if credentials are given, else in plain text."""
-    options = (*CHANNEL_OPTIONS, *pings.options())
+    """Return a channel: with TLS if credentials are given, else in plain text.
+
+    It leads to one of the servers that the address names, or with `spreads_calls` to all of them, in turns.
+    """
+    options = (*CHANNEL_OPTIONS, *pings.options(), *(IN_TURNS if spreads_calls else ()))
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, credentials, options=options)

@@ -38,10 +38,11 @@ ADDRESS_VARIABLE = "SPECDEC_ADDRESS"
 # matches "ADRESS" and "ADDR", but not the variables of the services
 SIMILAR = 0.72
 UP_DESCRIPTION = (
-    "Run target, draft and coordinator on this machine, until Ctrl-C. Prints `specdec ready on HOST:PORT` once a token "
-    "was generated. Every setting of the services can also be given as an environment variable, except those that have "
-    "a flag here: SPECDEC_LOG_LEVEL=debug is the services' own flag --log-level; `python -m coordinator --help` lists "
-    "the coordinator's. A service that ends by itself is started again on its port, and running generations go on."
+    "Run target, draft and coordinator on this machine, until Ctrl-C, and with --http-port a gateway for OpenAI's "
+    "clients. Prints `specdec ready on HOST:PORT` once a token was generated. Every setting of the services can also "
+    "be given as an environment variable, except those that have a flag here: SPECDEC_LOG_LEVEL=debug is the services' "
+    "own flag --log-level; `python -m coordinator --help` lists the coordinator's. A service that ends by itself is "
+    "started again on its port, and running generations go on."
 )
 
 

@@ -61,11 +61,13 @@ class AsyncClient:
     `address`: host:port, or a name that gRPC resolves, as dns:///host:port or unix:path. `tls`: the files to trust and
     to show; files that are replaced count for the next call. `credentials`: instead of `tls`, those of grpc. Without
     either it is plain text, which is refused off loopback unless `insecure` is True. `token`: a bearer token, or a
-    function that returns it, called for each attempt. `metadata`: sent with each call. `channel`: used instead of one
-    to `address`, and left open by `close`; or a function that opens one, which `close` closes. `timeout_s`: deadline of
-    each call, its retries included, unless the call has its own. `max_retries`: consecutive failed attempts; None:
-    as many as fit before the deadline. `connect_timeout_s`: how long an address is tried if no specdec server has
-    answered yet. `on_retry`: called before each pause after which a call is tried again; what it raises ends the call.
+    function that returns it, called for each attempt; None: no token. `metadata`: sent with each call. `channel`: used
+    instead of one to `address`, and left open by `close`; or a function that opens one, which `close` closes.
+    `spreads_calls`: take all servers that `address` names in turns, for many calls at once; else one of them is taken.
+    `timeout_s`: deadline of each call, its retries included, unless the call has its own. `max_retries`: consecutive
+    failed attempts; None: as many as fit before the deadline. `connect_timeout_s`: how long an address is tried if no
+    specdec server has answered yet. `on_retry`: called before each pause after which a call is tried again; what it
+    raises ends the call.
 
     A wrong argument raises InvalidArgumentError, an unknown keyword TypeError, at once and without a call to the
     service. Calls raise the subclasses of SpecdecError; RuntimeError once the client is closed.
@@ -77,10 +79,11 @@ class AsyncClient:
         *,
         tls: TlsFiles | None = None,
         credentials: grpc.ChannelCredentials | None = None,
-        token: str | Callable[[], str] | None = None,
+        token: str | Callable[[], str | None] | None = None,
         insecure: bool = False,
         metadata: Metadata = (),
         channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None = None,
+        spreads_calls: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int | None = None,
         connect_timeout_s: float = 20.0,
@@ -94,7 +97,7 @@ class AsyncClient:
         self._timeout_s = checked_timeout_s(timeout_s)
         self._connection = Connection(
             address,
-            open_channel=_opener(address, credentials, channel, tls),
+            open_channel=_opener(address, credentials, channel, tls, spreads_calls),
             closes_channel=not isinstance(channel, grpc.aio.Channel),
             metadata=metadata,
             token=(lambda: token) if isinstance(token, str) else token,
@@ -263,6 +266,7 @@ def _opener(
     credentials: grpc.ChannelCredentials | None,
     channel: grpc.aio.Channel | Callable[[], grpc.aio.Channel] | None,
     tls: TlsFiles | None,
+    spreads_calls: bool,
 ) -> OpenChannel:
     if tls is not None and (credentials is not None or channel is not None):
         raise InvalidArgumentError({"tls": "is given beside credentials or a channel; give one of them"})
@@ -271,13 +275,15 @@ def _opener(
     if channel is not None:
         return lambda _: channel()
     if tls is None:
-        return lambda pings: open_channel(address, credentials, pings)
+        return lambda pings: open_channel(address, credentials, pings, spreads_calls=spreads_calls)
     try:
         files = watched(tls)
     except WatchedError as error:
         raise InvalidArgumentError({"tls": f"is not usable: {error}"}) from None
 
     def reloading(pings: Pings) -> grpc.aio.Channel:
-        return ReloadingChannel(files, lambda credentials: open_channel(address, credentials, pings))
+        return ReloadingChannel(
+            files, lambda credentials: open_channel(address, credentials, pings, spreads_calls=spreads_calls)
+        )
 
     return reloading

@@ -59,7 +59,7 @@ class Connection:
         open_channel: OpenChannel,
         closes_channel: bool,
         metadata: Metadata,
-        token: Callable[[], str] | None = None,
+        token: Callable[[], str | None] | None = None,
         policy: RetryPolicy,
         connect_timeout_s: float,
         on_retry: Callable[[Retry], None] | None = None,
@@ -83,8 +83,9 @@ class Connection:
     def _metadata(self) -> Pairs:
         """What is sent with a call; the token is asked for each time, as it may have been replaced."""
         traced = current_trace(key for key, _ in self._static_metadata)
-        token = (("authorization", f"Bearer {self._token()}"),) if self._token else ()
-        return (*self._static_metadata, *traced, *token)
+        token = self._token() if self._token else None
+        bearer = (("authorization", f"Bearer {token}"),) if token is not None else ()
+        return (*self._static_metadata, *traced, *bearer)
 
     async def connect(self) -> None:
         """Connect now. Raises UnavailableError at once if no server answers."""

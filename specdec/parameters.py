@@ -65,7 +65,7 @@ class Number(Kind):
         remedy = f"give a number in {self._interval}, or leave it unset"
         if not isinstance(value, Real) or isinstance(value, bool):
             return f"is {value!r}; {remedy}"
-        number = float(value)
+        number = _as_float(value)
         above = self.low < number if self.excludes_low else self.low <= number
         shown = repr(number).removesuffix(".0")
         return None if math.isfinite(number) and above and number <= self.high else f"is {shown}; {remedy}"
@@ -206,7 +206,7 @@ class Biases(Kind):
         for token, bias in value.items():
             is_number = isinstance(bias, Real) and not isinstance(bias, bool)
             if not is_number or not -self.limit <= bias <= self.limit:
-                shown = repr(float(bias)) if is_number else repr(bias)
+                shown = repr(_as_float(bias)) if is_number else repr(bias)
                 return f"is {shown} for token {token}; give numbers in [-{self.limit:g}, {self.limit:g}]"
         return token_id_problem(list(value))
 
@@ -229,6 +229,14 @@ def token_id_problem(ids: Sequence[Any]) -> str | None:
         if WholeNumber(0, MAX_UINT32).problem(token):
             return f"has {token!r}, which is no token id; give integers of at least 0"
     return None
+
+
+def _as_float(number: Any) -> float:
+    """Return a number as a float; an integer that is too large for one becomes infinite."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.copysign(math.inf, 1 if number > 0 else -1)
 
 
 def _count_problem(count: int, maximum: int, noun: str) -> str | None:

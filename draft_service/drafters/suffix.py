@@ -18,7 +18,8 @@ from draft_service.finished_texts import FinishedTexts
 from draft_service.session_texts import MAX_HELD_TOKENS, TextDrafter
 from specdec.exact.values import Proposal
 from specdec.serving.background import in_background
-from specdec.serving.server import Server, supervised
+from specdec.serving.process import supervised
+from specdec.serving.server import Server
 from specdec.serving.session_stream import WorkerSession
 
 

@@ -25,7 +25,8 @@ from specdec.engine import (
 from specdec.errors import InternalError, UnavailableError
 from specdec.serving.background import in_background
 from specdec.serving.model_fingerprint import model_fingerprint
-from specdec.serving.server import Server, supervised
+from specdec.serving.process import supervised
+from specdec.serving.server import Server
 from specdec.serving.settings import ModelSettings
 from specdec.serving.telemetry import get_logger
 from specdec.serving.tokenizer import fingerprint, is_here, load_tokenizer, num_token_ids, tokenizer_folder

@@ -12,6 +12,7 @@ from types import TracebackType
 
 EXTRAS = {
     "coordinator": "'specdec[server,embedded]'",
+    "gateway": "'specdec[gateway]'",
     "target_service": "'specdec[models]'",
     "draft_service": "'specdec[models]', or 'specdec[server]' for n-grams alone",
 }

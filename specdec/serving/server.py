@@ -5,11 +5,8 @@ SIGTERM: not serving, drain, close. A server that fails does not drain: its call
 """
 
 import asyncio
-import gc
-import signal
-import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import grpc
@@ -19,13 +16,13 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
-from specdec.serving.background import leave
+from specdec.serving.process import CannotServe, run, run_until_told, supervised, where
 from specdec.serving.security.gate import Gate, gate_of
 from specdec.serving.security.running_calls import RunningCalls
 from specdec.serving.security.tls import server_credentials
 from specdec.serving.settings import ServiceSettings
 from specdec.serving.status import to_status
-from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled, serve_metrics
+from specdec.serving.telemetry import get_logger, serve_metrics
 from specdec.serving.tracing.start import traced
 from specdec.serving.writing import Writer
 
@@ -50,10 +47,6 @@ _SERVER_OPTIONS = (
     ("grpc.max_connection_age_ms", 300_000),
     ("grpc.max_connection_age_grace_ms", 3_600_000),
 )
-
-
-class CannotServe(Exception):
-    """The service cannot start, or cannot continue. The message is for the operator."""
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
@@ -103,7 +96,7 @@ def _wrapped(handler: Any, gate: Gate, calls: RunningCalls) -> Any:
             failure = error
         except Exception as error:
             # the type alone: a message could quote a prompt
-            get_logger().error("call_failed", error=type(error).__name__, where=_where(error))
+            get_logger().error("call_failed", error=type(error).__name__, where=where(error))
             failure = InternalError()
         status = to_status(failure)
         # grpc keeps the traceback of the abort, and with it all that this frame holds, until a garbage collection
@@ -132,14 +125,6 @@ async def _served(handler: Any, requests: AsyncIterator[bytes], context: Any) ->
         await answer
     else:
         await writer.write(await answer)
-
-
-def _where(error: BaseException) -> str:
-    """Return file and line of the innermost frame: what a bug report needs, and no data."""
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "unknown"
 
 
 def _parsed(request: bytes, parse: Callable[[bytes], Any]) -> Any:
@@ -242,26 +227,6 @@ class Server:
             await self._probes.stop(0)
 
 
-@asynccontextmanager
-async def supervised(server: Server, name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run a task while the context lasts. If it ends by itself the service fails, and with it the process."""
-
-    def note(ended: "asyncio.Task[None]") -> None:
-        if not ended.cancelled():
-            error = ended.exception()
-            facts = {"error": type(error).__name__, "where": _where(error)} if error else {}
-            get_logger().error("task_ended", task=name, **facts)
-            server.fail(f"its task {name} has ended ({facts.get('error', 'without an error')}); start it again")
-
-    task = asyncio.create_task(work, name=name)
-    task.add_done_callback(note)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 Build = Callable[[Server], AbstractAsyncContextManager[None]]
 """Adds the handlers, loads what they need, yields when the service can work, and tidies up after the last call."""
 
@@ -288,50 +253,15 @@ def run_process(
     settings: ServiceSettings, program: str, name: str, service: str, build: Build, *refusals: type[Exception]
 ) -> None:
     """Run one service as this process until it is told to stop; exit with 1 and one sentence for what it refuses."""
-    expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
-    try:
-        asyncio.run(run_service(settings, name, service, build))
-    except expected as error:
-        sys.exit(f"{program}: {error}")
-    leave()
+    run(settings, program, name, lambda: _traced_serving(settings, name, service, build), *refusals)
 
 
 async def run_service(settings: ServiceSettings, name: str, service: str, build: Build) -> None:
     """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
-    configure_logs(name, settings.log_level, settings.log_format)
-    asyncio.get_running_loop().set_exception_handler(log_unhandled)
-    async with traced(name, settings.otlp_endpoint, settings.trace_rounds):
-        await _run_until_told(settings, service, build)
-    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
-    gc.freeze()
+    await run_until_told(settings, name, lambda: _traced_serving(settings, name, service, build))
 
 
-async def _run_until_told(settings: ServiceSettings, service: str, build: Build) -> None:
-    """Run until SIGTERM or SIGINT. Raises CannotServe."""
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    told = asyncio.create_task(stopping.wait())
-    running = asyncio.create_task(_serve_until(told, settings, service, build))
-    await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
-    if running.done():
-        told.cancel()
-    await running
-
-
-async def _serve_until(told: "asyncio.Task[Any]", settings: ServiceSettings, service: str, build: Build) -> None:
-    """Serve until told to stop; stop loading at once if told during loading."""
-    stack = AsyncExitStack()
-    entering = asyncio.ensure_future(stack.enter_async_context(serving(settings, service, build)))
-    await asyncio.wait({entering, told}, return_when=asyncio.FIRST_COMPLETED)
-    if not entering.done():
-        entering.cancel()
-        await asyncio.gather(entering, return_exceptions=True)
-        return
-    async with stack:
-        server = entering.result()
-        gc.freeze()  # what was imported and loaded stays, and need not be looked at in every collection
-        gc.enable()
-        await asyncio.wait({server.failure, told}, return_when=asyncio.FIRST_COMPLETED)
-    if server.failure.done():
-        raise CannotServe(server.failure.result())
+@asynccontextmanager
+async def _traced_serving(settings: ServiceSettings, name: str, service: str, build: Build) -> AsyncIterator[Server]:
+    async with traced(name, settings.otlp_endpoint, settings.trace_rounds), serving(settings, service, build) as server:
+        yield server

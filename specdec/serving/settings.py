@@ -26,8 +26,8 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
-class ServiceSettings(BaseSettings):
-    """What every service has: where it listens, what it reports, how it ends."""
+class ProcessSettings(BaseSettings):
+    """What every process has that serves: where it listens, what it reports, how it ends."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -39,13 +39,35 @@ class ServiceSettings(BaseSettings):
         cli_avoid_json=True,
         cli_exit_on_error=False,
     )
-    needs_client_certificates: ClassVar[bool] = True  # where it serves TLS
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all IPv4, [::] for all")
     port: Port = Field(50051, description="port to listen on; 0 takes a free one and logs it")
     metrics_port: Port | None = Field(None, description="port for Prometheus; unset: no metrics, 0: a free one")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event logged")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text for people")
+    drain_s: float = Field(20.0, ge=0, le=3600, description="seconds that running calls get to end at shutdown")
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with this service's certificate and its chain; replaced files count within a second"
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's key")
+    insecure: bool = Field(False, description="allow plain text where others can read and change it: off loopback")
+
+    def problems(self) -> Iterator[str]:
+        """Give a sentence for each combination of settings that is refused."""
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            yield "--tls-certificate and --tls-key belong together; give both or neither"
+        if not self.tls_certificate and not self.insecure and not is_loopback(self.host):
+            yield (
+                f"--host is {self.host}, where others can read and change plain text; give --tls-certificate and "
+                "--tls-key, or say --insecure"
+            )
+
+
+class ServiceSettings(ProcessSettings):
+    """What every gRPC service has on top: traces, its callers' certificates, the limits of its connections."""
+
+    needs_client_certificates: ClassVar[bool] = True  # where it serves TLS
+
     otlp_endpoint: str | None = Field(
         None,
         description="where traces go (OpenTelemetry, OTLP over gRPC), as http://127.0.0.1:4317; unset: what "
@@ -56,11 +78,6 @@ class ServiceSettings(BaseSettings):
         ge=0,
         description="of a traced request the first 8 rounds are traced, then one in so many; 1: all, 0: no more",
     )
-    drain_s: float = Field(20.0, ge=0, le=3600, description="seconds that running calls get to end at shutdown")
-    tls_certificate: Path | None = Field(
-        None, description="PEM file with this service's certificate and its chain; replaced files count within a second"
-    )
-    tls_key: Path | None = Field(None, description="PEM file with the certificate's key")
     tls_client_ca: Path | None = Field(
         None, description="PEM file of authorities; callers need a certificate of one of them"
     )
@@ -72,7 +89,6 @@ class ServiceSettings(BaseSettings):
     )
     max_streams: int = Field(16_384, ge=1, description="maximum number of calls at once on one connection")
     reflection: bool = Field(False, description="describe the service to tools such as grpcurl")
-    insecure: bool = Field(False, description="allow plain text where others can read and change it: off loopback")
 
     @property
     def message_limit_bytes(self) -> int:
@@ -86,8 +102,7 @@ class ServiceSettings(BaseSettings):
 
     def problems(self) -> Iterator[str]:
         """Give a sentence for each combination of settings that is refused."""
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            yield "--tls-certificate and --tls-key belong together; give both or neither"
+        yield from super().problems()
         if self.tls_client_ca and not self.tls_certificate:
             yield "--tls-client-ca needs --tls-certificate and --tls-key: without TLS no caller shows a certificate"
         if bool(self.tls_client_ca) != bool(self.client_names):
@@ -96,11 +111,6 @@ class ServiceSettings(BaseSettings):
             yield "--tls-client-ca is missing: this service knows its callers by their certificates alone"
         if self.otlp_endpoint is not None and (problem := endpoint_problem(self.otlp_endpoint)):
             yield f"--otlp-endpoint {problem}"
-        if not self.tls_certificate and not self.insecure and not is_loopback(self.host):
-            yield (
-                f"--host is {self.host}, where others can read and change plain text; give --tls-certificate and "
-                "--tls-key, or say --insecure"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +187,7 @@ class ModelSettings(ServiceSettings):
     )
 
 
-SettingsT = TypeVar("SettingsT", bound=ServiceSettings)
+SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 
 
 def load(kind: type[SettingsT], program: str, arguments: Sequence[str] | None = None) -> SettingsT:
@@ -196,12 +206,12 @@ def load(kind: type[SettingsT], program: str, arguments: Sequence[str] | None = 
     return settings
 
 
-def flag_names(kind: type[ServiceSettings]) -> list[str]:
+def flag_names(kind: type[ProcessSettings]) -> list[str]:
     """Return the flags that this service knows, with leading dashes."""
     return [f"--{name.replace('_', '-')}" for name in kind.model_fields] + ["--help"]
 
 
-def variable_names(kind: type[ServiceSettings]) -> list[str]:
+def variable_names(kind: type[ProcessSettings]) -> list[str]:
     """Return the environment variables that this service knows."""
     return [f"{ENV_PREFIX}{name.upper()}" for name in kind.model_fields]
 
@@ -214,7 +224,7 @@ def refuse_unknown(known: Sequence[str], given: Sequence[str], what: str) -> Non
             raise ValueError(f"unknown {what} {name}{nearest_hint(name, known)} (all: --help)")
 
 
-def _sentence(kind: type[ServiceSettings], error: dict[str, Any]) -> str:
+def _sentence(kind: type[ProcessSettings], error: dict[str, Any]) -> str:
     name = str(error["loc"][0]) if error["loc"] else "settings"
     where = f"--{name.replace('_', '-')} (or {ENV_PREFIX}{name.upper()})"
     if error["type"] == "missing":
@@ -228,7 +238,7 @@ def _stop(program: str, sentences: Sequence[str]) -> NoReturn:
     raise SystemExit(2)
 
 
-def settings_of(module: str) -> type[ServiceSettings]:
+def settings_of(module: str) -> type[ProcessSettings]:
     """Return the settings of the service that `python -m module` runs, from its own `settings.py`."""
-    kind: type[ServiceSettings] = import_module(f"{module}.settings").SETTINGS
+    kind: type[ProcessSettings] = import_module(f"{module}.settings").SETTINGS
     return kind

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import prometheus_client
 import structlog
 
-from specdec.serving.settings import ServiceSettings
+from specdec.serving.settings import ProcessSettings
 
 # 1 ms is what a token costs on a fast GPU with a small draft; 10 s is a long prompt on a CPU
 LATENCY_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -120,7 +120,7 @@ def get_logger() -> Logger:
     return logger
 
 
-def serve_metrics(settings: ServiceSettings) -> int | None:
+def serve_metrics(settings: ProcessSettings) -> int | None:
     """Serve Prometheus metrics if the settings ask for it; return the port."""
     if settings.metrics_port is None:
         return None

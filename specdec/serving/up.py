@@ -16,7 +16,7 @@ from specdec.serving.child import LogLine, format_event
 from specdec.serving.settings import Device, Dtype
 from specdec.terminal import in_colour, is_coloured
 
-LOG_COLOURS = {"coordinator": "cyan", "target": "magenta", "draft": "green"}
+LOG_COLOURS = {"coordinator": "cyan", "target": "magenta", "draft": "green", "gateway": "yellow"}
 NAME_WIDTH = len("target worker")
 MODEL_PACKAGES = ("torch", "transformers", "safetensors")  # what the workers import and this process does not
 
@@ -40,12 +40,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for name in local.HEADS:
         add(f"--{name}-head", metavar="DIR|ID", help=f"a head for the drafter `{name}`, trained for the target")
-    add("--host", default=default.host, help=f"address of the coordinator (default: {default.host})")
+    add("--host", default=default.host, help=f"address of coordinator and gateway (default: {default.host})")
     add(
         "--port",
         type=port,
         default=default.port,
         help=f"port of the coordinator; 0: a free one (default: {default.port})",
+    )
+    add(
+        "--http-port",
+        type=port,
+        metavar="PORT",
+        help="also serve OpenAI's HTTP interface, on this port; 0: a free one (default: not served)",
     )
     add(
         "--store",
@@ -64,7 +70,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--draft-threads", type=count, metavar="COUNT", help="threads of a draft worker (default: a quarter, at most 4)"
     )
     first = checked(WholeNumber(1, 65000, metavar="PORT"))
-    add("--metrics-ports", type=first, metavar="PORT", help="first port for Prometheus: coordinator, targets, drafts")
+    add(
+        "--metrics-ports",
+        type=first,
+        metavar="PORT",
+        help="first port for Prometheus: coordinator, targets, drafts, gateway",
+    )
     add("--insecure", action="store_true", help="allow plain text off loopback, where others can read it")
     drain_s = checked(Number(0, 86_400))
     add(
@@ -92,6 +103,8 @@ async def run(flags: argparse.Namespace) -> None:
     with suppress(asyncio.CancelledError):
         async with progress.shown() if progress else nullcontext(), stack:
             print(f"specdec ready on {stack.address}", flush=True)
+            if stack.http_address:
+                print(f"OpenAI's interface is at {stack.http_address}", flush=True)
             await stack.wait()
 
 

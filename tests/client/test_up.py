@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import openai
 import pytest
 
 from tests.support.architectures import VOCAB_SIZE, build
@@ -37,6 +38,22 @@ async def test_up_serves_until_ctrl_c(models: tuple[str, str]) -> None:
         assert texts[0].out
         assert texts[0].out == texts[1].out == texts[2].out
         assert "drafters  model, recycle, ngram, suffix" in (await specdec("model", "--address", address)).out
+        running.process.send_signal(signal.SIGINT)
+        assert await running.ended() == 0
+        await all_gone([*children.values()])
+
+
+async def test_up_serves_openai_clients(models: tuple[str, str]) -> None:
+    async with up("--target", models[0], "--http-port", "0") as running:
+        address, base_url = await running.ready(), await running.http()
+        children = running.children
+        assert set(children) == {"target_service", "draft_service", "coordinator", "gateway"}
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
+            [model] = [entry.id async for entry in client.models.list()]
+            answer = await client.completions.create(model=model, prompt="t5 t6 t7", temperature=0, logprobs=1)
+        greedy = ["generate", "t5 t6 t7", "--address", address, "--temperature", "0", "--max-new-tokens", "16"]
+        assert answer.choices[0].text == (await specdec(*greedy)).out.removesuffix("\n")
+        assert answer.choices[0].logprobs is not None
         running.process.send_signal(signal.SIGINT)
         assert await running.ended() == 0
         await all_gone([*children.values()])

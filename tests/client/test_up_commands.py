@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.settings import CoordinatorSettings
 from draft_service.settings import SETTINGS as DraftSettings
+from gateway.settings import GatewaySettings
 from specdec.serving.child import Child, LogLine, format_event, parse_line
 from specdec.serving.local import (
     CannotRun,
@@ -17,6 +18,7 @@ from specdec.serving.local import (
     coordinator_command,
     default_threads,
     environment_of,
+    gateway_command,
     worker_commands,
 )
 from specdec.serving.local.preflight import check
@@ -46,6 +48,26 @@ def test_services_accept_their_flags() -> None:
     settings = load(CoordinatorSettings, "coordinator", coordinator.flags)
     assert (settings.target, settings.draft) == ("ipv4:127.0.0.1:1", "ipv4:127.0.0.1:2,127.0.0.1:3")
     assert (settings.tokenizer, settings.port, settings.metrics_port) == ("models/target", 7, 9000)
+
+
+def test_gateway_accepts_its_flags() -> None:
+    options = Options("models/target", http_port=8000, num_drafts=2, metrics_ports=9000, drain_s=1.5)
+    settings: Any = load(GatewaySettings, "gateway", gateway_command(options, "127.0.0.1:7").flags)
+    assert (settings.port, settings.coordinator, settings.tokenizer) == (8000, "127.0.0.1:7", "models/target")
+    assert (settings.metrics_port, settings.drain_s) == (9004, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("port", "environment", "sentence"),
+    [
+        (50_999, {}, "--port and --http-port are both 50999; give two"),
+        (None, {"SPECDEC_KEEP_ALIVE_S": "3"}, "unknown variable SPECDEC_KEEP_ALIVE_S"),
+        (0, {"SPECDEC_COORDINATOR": "x"}, "SPECDEC_COORDINATOR has no effect here"),
+    ],
+)
+def test_wrong_gateways_do_not_start(port: int | None, environment: dict[str, str], sentence: str) -> None:
+    with pytest.raises(CannotRun, match=sentence):
+        check(Options("models/target", port=50_999, http_port=port), environment)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
+PACKAGES = ("specdec", "coordinator", "draft_service", "gateway", "target_service")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -175,7 +175,18 @@ async def test_import_loads_only_declared_dependencies(bare: Installation) -> No
 
 def test_import_loads_no_extras() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], cwd=ROOT, capture_output=True, text=True, check=True)
-    heavy = {"numpy", "torch", "pydantic", "redis", "structlog", "prometheus_client", "rich", "typer", "tokenizers"}
+    heavy = {
+        "numpy",
+        "torch",
+        "pydantic",
+        "redis",
+        "structlog",
+        "prometheus_client",
+        "rich",
+        "typer",
+        "tokenizers",
+        "starlette",
+    }
     assert not heavy & set(done.stdout.split())
 
 
@@ -191,7 +202,7 @@ async def test_up_names_the_extras(bare: Installation) -> None:
         ), sentence
 
 
-@pytest.mark.parametrize("module", ["coordinator", "target_service", "draft_service"])
+@pytest.mark.parametrize("module", ["coordinator", "target_service", "draft_service", "gateway"])
 async def test_services_name_their_extras(bare: Installation, module: str) -> None:
     with pytest.raises(AssertionError) as failed:
         await bare.run("-m", module, "--help")

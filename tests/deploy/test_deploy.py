@@ -36,7 +36,7 @@ COMBINATIONS = {
     for overlay in ("demo", "gpu")
     for components in ((), ("tls",), ("autoscaling",), ("tls", "autoscaling"), ("autoscaling", "tls"))
 }
-IMAGES = ("coordinator", "draft", "target", "demo-coordinator", "demo-draft", "demo-target")
+IMAGES = ("coordinator", "draft", "target", "gateway", "demo-coordinator", "demo-draft", "demo-target")
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +128,11 @@ def dockerfile_problems(file: Dockerfile) -> Iterator[str]:
 
 def _image_problems(file: Dockerfile, name: str) -> Iterator[str]:
     instructions = [rest for stage in file.built_from(name) for _, rest in file.stages[stage].instructions]
-    if any("torch" in rest or "[models]" in rest for rest in instructions) == name.endswith("coordinator"):
+    if any("torch" in rest or "[models]" in rest for rest in instructions) == name.endswith(("coordinator", "gateway")):
         yield "torch belongs in workers, and nowhere else"
     if file.last(name, "USER") != "10001:10001":
         yield f"runs as {file.last(name, 'USER') or 'root'}"
-    if file.entrypoint(name)[:2] != ["python", "-m"] or file.entrypoint(name)[2] not in PROGRAMS:
+    if file.entrypoint(name)[:2] != ["python", "-m"] or file.entrypoint(name)[2] not in {*PROGRAMS, "gateway"}:
         yield f"runs {file.entrypoint(name)}"
     if {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}.items() - file.environment(name).items():
         yield "is buffered, or may fetch models when it starts"
@@ -165,7 +165,7 @@ def test_images_run_as_the_manifests_say(overlay: list[Document]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ('[server,embedded,tracing]"', '[models]"', "demo-coordinator: torch belongs in workers"),
+        ('[server,embedded,tracing,gateway]"', '[models]"', "demo-coordinator: torch belongs in workers"),
         ("USER 10001:10001", "USER root", "draft: runs as root"),
         ('"-m", "target_service"', '"-m", "target"', "target: runs ['python', '-m', 'target']"),
         ("HF_HUB_OFFLINE=1", "HF_HUB_OFFLINE=0", "may fetch models"),

@@ -36,7 +36,7 @@ PATTERNS = {"specdec_draft_", "specdec_target_"}  # in texts: "the same of `spec
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Three processes, and where their metrics are."""
+    """Four processes, and where their metrics are."""
 
     address: str
     metrics_ports: tuple[int, ...]
@@ -46,14 +46,21 @@ class Services:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
     model = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
-    first = free_ports(3)
+    first = free_ports(4)
     options = Options(
-        target=str(model), draft=str(model), port=0, store="memory", dtype="float32", drain_s=0, metrics_ports=first
+        target=str(model),
+        draft=str(model),
+        port=0,
+        http_port=0,
+        store="memory",
+        dtype="float32",
+        drain_s=0,
+        metrics_ports=first,
     )
     async with running(options, lambda *_: None) as stack:
         async with AsyncClient(stack.address) as client:
             await client.complete("t5 t7", max_new_tokens=32, ignore_eos=True)
-        yield Services(stack.address, (first, first + 1, first + 2), model)
+        yield Services(stack.address, (first, first + 1, first + 2, first + 3), model)
 
 
 def free_ports(count: int) -> int:

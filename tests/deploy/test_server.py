@@ -17,7 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
 from specdec.errors import InvalidArgumentError
-from specdec.serving.server import CannotServe, Server, run_service, serving, supervised
+from specdec.serving.process import CannotServe, supervised
+from specdec.serving.server import Server, run_service, serving
 from specdec.v1 import target_pb2, target_pb2_grpc
 from target_service.settings import TargetSettings
 

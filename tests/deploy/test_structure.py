@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("specdec", "coordinator", "draft_service", "target_service")
+PACKAGES = ("specdec", "coordinator", "draft_service", "gateway", "target_service")
 PURE_MODULES = (
     "specdec/exact/acceptance",
     "coordinator/generation",
@@ -66,6 +66,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("specdec/brand_new.py", "", "serving, then engine, then exact"),
         ("coordinator/text.py", "import torch.nn", "without torch"),
         ("coordinator/text.py", "from specdec.exact import sampling", "without torch"),
+        ("gateway/app.py", "import torch", "without torch"),
+        ("gateway/app.py", "from coordinator import text", "services are independent"),
         ("specdec/terminal.py", "import numpy as np", "nothing but grpc and protobuf"),
         ("specdec/serving/telemetry.py", "from specdec.serving import server", "no import circles"),
     ],
@@ -82,8 +84,9 @@ def test_broken_contract_is_seen(checkout: Path, module: str, statement: str, co
     assert contract in printed.split("Broken contracts")[1], printed
 
 
-def test_coordinator_loads_no_tensor_library() -> None:
-    program = "import sys, coordinator.__main__; print(*sys.modules)"
+@pytest.mark.parametrize("service", ["coordinator", "gateway"])
+def test_services_without_models_load_no_tensor_library(service: str) -> None:
+    program = f"import sys, {service}.__main__; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not {"torch", "transformers", "safetensors"} & set(done.stdout.split())
     assert "grpc" in done.stdout.split()

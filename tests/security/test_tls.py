@@ -16,8 +16,9 @@ from coordinator.settings import CoordinatorSettings
 from specdec import AsyncClient, Client, InvalidArgumentError
 from specdec.channel import is_loopback, open_channel
 from specdec.reloading_channel import ReloadingChannel
+from specdec.serving.process import CannotServe
 from specdec.serving.security.tls import server_credentials
-from specdec.serving.server import CannotServe, Server, serving
+from specdec.serving.server import Server, serving
 from specdec.serving.settings import ServiceSettings, load
 from specdec.tls import TlsError, TlsFiles
 from specdec.watched import Watched, WatchedError

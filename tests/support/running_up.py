@@ -25,6 +25,13 @@ class Up:
         assert line.startswith("specdec ready on "), "".join(self.errors)
         return line.removeprefix("specdec ready on ").strip()
 
+    async def http(self) -> str:
+        """Return what OpenAI's clients take as base_url; it is announced after the address."""
+        assert self.process.stdout
+        line = (await self.process.stdout.readline()).decode()
+        assert line.startswith("OpenAI's interface is at "), "".join(self.errors)
+        return line.removeprefix("OpenAI's interface is at ").strip()
+
     async def logged(self, pattern: str, times: int = 1) -> None:
         """Wait until so many log lines match."""
         async with self._new_line:

@@ -141,10 +141,10 @@ class Service(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @asynccontextmanager
-async def served(service: Service) -> AsyncIterator[int]:
+async def served(service: Service, port: int = 0) -> AsyncIterator[int]:
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     try:
         yield port

@@ -3,8 +3,8 @@
     async with running(Options(target="models/target", draft="models/draft"), print_line) as stack:
         client = AsyncClient(stack.address)
 
-Workers first, on free ports; once they serve, the coordinator; once it serves, one token as proof. They end in the
-other order: the coordinator lets its streams finish, then the workers are not needed.
+Workers first, on free ports; once they serve, the coordinator; once it serves, one token as proof, and then the gateway
+if one is wanted. They end in the other order: each lets its streams finish while what it calls still serves.
 """
 
 from specdec.serving.local.commands import (
@@ -12,6 +12,7 @@ from specdec.serving.local.commands import (
     coordinator_command,
     default_threads,
     environment_of,
+    gateway_command,
     worker_commands,
 )
 from specdec.serving.local.options import ADDRESS_VARIABLE, HEADS, MODEL_FREE, NO_DRAFT, CannotRun, Options
@@ -31,6 +32,7 @@ __all__ = [
     "coordinator_command",
     "default_threads",
     "environment_of",
+    "gateway_command",
     "running",
     "worker_commands",
 ]

@@ -20,7 +20,7 @@ class Command:
 
     @property
     def kind(self) -> str:
-        """Return "coordinator", "target" or "draft"."""
+        """Return "coordinator", "target", "draft" or "gateway"."""
         return self.name.partition(" ")[0]
 
     def at_port(self, port: int) -> "Command":
@@ -91,6 +91,18 @@ def coordinator_command(options: Options, target_ports: Sequence[int], draft_por
     # every user of the machine can read command lines, and a Redis URL may hold a password
     variables = {f"{ENV_PREFIX}STORE": options.store}
     return Command("coordinator", "coordinator", flags, variables=variables)
+
+
+def gateway_command(options: Options, coordinator: str) -> Command:
+    """Return the gateway to start once there is a coordinator at this address."""
+    num_workers = len(worker_commands(options, num_cores=1))
+    flags = (
+        *("--host", options.host, "--port", str(options.http_port)),
+        *("--coordinator", coordinator, "--tokenizer", options.target),
+        *_common_flags(options, (options.metrics_ports or 0) + 1 + num_workers),
+        *(("--insecure",) if options.insecure else ()),
+    )
+    return Command("gateway", "gateway", flags)
 
 
 def _addresses(ports: Sequence[int]) -> str:

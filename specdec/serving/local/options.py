@@ -27,8 +27,9 @@ class Options:
     eagle3_head: str | None = None  # folder or hub id, as of the other heads; heads come before `draft`
     dflash_head: str | None = None
     medusa_head: str | None = None
-    host: str = "127.0.0.1"  # of the coordinator; workers are always on loopback
+    host: str = "127.0.0.1"  # of coordinator and gateway; workers are always on loopback
     port: int = 50051  # 0 takes a free one
+    http_port: int | None = None  # of the gateway, on the same host; 0 takes a free one, None: no gateway
     store: str = "embedded"
     state_dir: str | None = None  # of the embedded store; None: the user's own
     dtype: Dtype = "auto"
@@ -37,7 +38,7 @@ class Options:
     num_drafts: int = 1
     target_threads: int | None = None
     draft_threads: int | None = None
-    metrics_ports: int | None = None  # the first of consecutive ones: coordinator, targets, drafts
+    metrics_ports: int | None = None  # the first of consecutive ones: coordinator, targets, drafts, gateway
     drain_s: float = 5.0
     insecure: bool = False  # plain text also where others can listen
 

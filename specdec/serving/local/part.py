@@ -12,6 +12,7 @@ EFFECTS = {
     "coordinator": "clients resume when it is back",
     "target": "generations wait for it, or continue at another one",
     "draft": "generations continue without its drafts, slower",
+    "gateway": "HTTP clients connect again when it is back",
 }
 
 
@@ -25,6 +26,7 @@ class Part:
         self.name, self.kind = command.name, command.kind
         self.child: Child | None = None  # the last one
         self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.ready = asyncio.Event()  # a process of it has been so
         self.is_kept = False
         self._command, self._on_line = command, on_line
         self._restarts = restarts or Restarts(max_deaths=None if command.kind == "draft" else MAX_DEATHS)
@@ -64,6 +66,7 @@ class Part:
             self.port.set_result(int(entry["port"]))
         if entry.get("event") == "ready":
             self._restarts.ready()
+            self.ready.set()
         self._on_line(name, entry)
 
     def _lost(self, child: Child, pause_s: float) -> LogLine:

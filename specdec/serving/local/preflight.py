@@ -1,5 +1,6 @@
 """Checks before anything is started: what would stop the services later, and less clearly."""
 
+import importlib.util
 import re
 import socket
 from collections.abc import Mapping
@@ -11,15 +12,19 @@ from redis.retry import Retry
 
 from specdec.accounting.architecture import models_beside
 from specdec.channel import is_loopback
-from specdec.serving.local.commands import coordinator_command, worker_commands
+from specdec.serving.local.commands import coordinator_command, gateway_command, worker_commands
 from specdec.serving.local.options import ADDRESS_VARIABLE, MODEL_FREE, NO_DRAFT, CannotRun, Options
 from specdec.serving.settings import ENV_PREFIX, refuse_unknown, settings_of, variable_names
 from specdec.serving.state_folder import FolderLock, redis_server, store_folder
 from specdec.serving.store_url import OWN_STORES, QUOTING, StoreUrl
 
 MODULES = ("coordinator", "target_service", "draft_service")
+GATEWAY = "gateway"  # the module of the service that is not always started
+GATEWAY_PACKAGES = ("starlette", "uvicorn", "h11")  # what it imports and this process does not
 REDIS_TIMEOUT_S = 5.0
-SECURITY_VARIABLES = tuple(f"{ENV_PREFIX}{name}" for name in ("TLS_", "WORKER_TLS_", "TOKENS_", "JWT_", "HEALTH_PORT"))
+SECURITY_VARIABLES = tuple(
+    f"{ENV_PREFIX}{name}" for name in ("TLS_", "WORKER_TLS_", "COORDINATOR_TLS", "TOKENS_", "JWT_", "HEALTH_PORT")
+)
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -29,10 +34,12 @@ def check(options: Options, environment: Mapping[str, str]) -> None:
     if options.draft not in (*MODEL_FREE, NO_DRAFT):
         _check_model("--draft", options.draft)
     _check_heads(options)
-    _check_variables(environment)
+    _check_variables(options, environment)
     _check_overridden(options, environment)
     _check_security(options, environment)
-    _check_port(options.host, options.port)
+    _check_port(options.host, options.port, "--port")
+    if options.http_port is not None:
+        _check_gateway(options)
     _check_store(options)
 
 
@@ -88,8 +95,9 @@ def _check_heads(options: Options) -> None:
             _check_neighbours(f"--{name}-head", head)
 
 
-def _check_variables(environment: Mapping[str, str]) -> None:
-    kinds = [settings_of(module) for module in MODULES]
+def _check_variables(options: Options, environment: Mapping[str, str]) -> None:
+    modules = (*MODULES, GATEWAY) if options.http_port is not None else MODULES
+    kinds = [settings_of(module) for module in modules]
     known = [ADDRESS_VARIABLE, *(name for kind in kinds for name in variable_names(kind))]
     try:
         refuse_unknown(known, [name for name in environment if name.startswith(ENV_PREFIX)], "variable")
@@ -100,6 +108,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 def _check_overridden(options: Options, environment: Mapping[str, str]) -> None:
     """Refuse variables that would have no effect: a service's flag, which `up` gives, wins over its variable."""
     commands = [*worker_commands(options, num_cores=1), coordinator_command(options, [], [])]
+    commands += [gateway_command(options, "")] if options.http_port is not None else []
     flags = {flag for command in commands for flag in command.flags if flag.startswith("--")} | {"--metrics-port"}
     given = {name for command in commands for name in command.variables}
     given |= {ENV_PREFIX + flag.removeprefix("--").replace("-", "_").upper() for flag in flags}
@@ -121,7 +130,16 @@ def _check_security(options: Options, environment: Mapping[str, str]) -> None:
         raise CannotRun(f"{plain[0]}, where others can read and change plain text; {remedy}", 2)
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_gateway(options: Options) -> None:
+    missing = next((name for name in GATEWAY_PACKAGES if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        raise CannotRun(f"--http-port: {missing} is not installed; run: pip install 'specdec[gateway]'")
+    if options.port == options.http_port != 0:
+        raise CannotRun(f"--port and --http-port are both {options.port}; give two", 2)
+    _check_port(options.host, options.http_port or 0, "--http-port")
+
+
+def _check_port(host: str, port: int, flag: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,7 +148,7 @@ def _check_port(host: str, port: int) -> None:
         except OSError as error:
             reason = error.strerror or str(error)
             raise CannotRun(
-                f"cannot listen on {host}:{port} ({reason}); choose another with --host or --port"
+                f"cannot listen on {host}:{port} ({reason}); choose another with --host or {flag}"
             ) from None
 
 

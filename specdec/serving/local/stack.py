@@ -13,7 +13,7 @@ from specdec.channel import open_channel
 from specdec.client import AsyncClient
 from specdec.errors import SpecdecError
 from specdec.serving.child import Child, OnLine
-from specdec.serving.local.commands import Command, coordinator_command, worker_commands
+from specdec.serving.local.commands import Command, coordinator_command, gateway_command, worker_commands
 from specdec.serving.local.options import CannotRun, Options
 from specdec.serving.local.part import Part
 from specdec.serving.local.preflight import check, notices
@@ -37,6 +37,7 @@ class Stack:
     def __init__(self, options: Options, on_line: OnLine, commands: WorkerCommands) -> None:
         self.options = options
         self.port = options.port
+        self.http_port = options.http_port
         self._commands = commands
         self._on_line = on_line
         self._parts: list[Part] = []
@@ -46,8 +47,16 @@ class Stack:
     @property
     def address(self) -> str:
         """Return where clients on this machine find the coordinator."""
-        host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(self.options.host, self.options.host)
-        return f"{host}:{self.port}"
+        return f"{self._host}:{self.port}"
+
+    @property
+    def http_address(self) -> str | None:
+        """Return what OpenAI's clients on this machine take as base_url; None: there is no gateway."""
+        return None if self.http_port is None else f"http://{self._host}:{self.http_port}/v1"
+
+    @property
+    def _host(self) -> str:
+        return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(self.options.host, self.options.host)
 
     @property
     def children(self) -> list[Child]:
@@ -75,14 +84,13 @@ class Stack:
         await self._unless_one_ends(asyncio.Event().wait())
 
     async def stop(self) -> None:
-        """End the coordinator, then the workers."""
+        """End the gateway, then the coordinator, then the workers."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         patience_s = self.options.drain_s + 5.0
-        for part in self._parts:
-            if part.kind == "coordinator":
-                await part.stop(patience_s)
+        for kind in ("gateway", "coordinator"):
+            await asyncio.gather(*(part.stop(patience_s) for part in self._parts if part.kind == kind))
         await asyncio.gather(*(part.stop(patience_s) for part in self._parts))
 
     def kill(self) -> None:
@@ -98,6 +106,10 @@ class Stack:
         self.port = await coordinator.port
         await _serving(self.port, "Generation")
         await self._prove()
+        if self.options.http_port is not None:
+            gateway = self._launch(gateway_command(self.options, self.address))
+            self.http_port = await gateway.port
+            await gateway.ready.wait()
 
     def _launch(self, command: Command) -> Part:
         part = Part(command, self._on_line)

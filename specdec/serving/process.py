@@ -1,0 +1,110 @@
+"""The life of a service's process: logs, tasks that must not end, signals, and the end.
+
+What serves is handed in as a context manager: entering it listens and loads, leaving it drains and closes.
+"""
+
+import asyncio
+import gc
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol
+
+from specdec.serving.background import leave
+from specdec.serving.settings import ProcessSettings
+from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled
+
+
+class CannotServe(Exception):
+    """The service cannot start, or cannot continue. The message is for the operator."""
+
+
+class Serving(Protocol):
+    """What serves, and how it says that it cannot go on."""
+
+    failure: "asyncio.Future[str]"
+
+    def fail(self, reason: str) -> None:
+        """End the process with an error."""
+
+
+Serve = Callable[[], AbstractAsyncContextManager[Serving]]
+"""Gives what serves once it can work; drains and closes it at the end."""
+
+
+def where(error: BaseException) -> str:
+    """Return file and line of the innermost frame: what a bug report needs, and no data."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "unknown"
+
+
+@asynccontextmanager
+async def supervised(server: Serving, name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run a task while the context lasts. If it ends by itself the service fails, and with it the process."""
+
+    def note(ended: "asyncio.Task[None]") -> None:
+        if not ended.cancelled():
+            error = ended.exception()
+            facts = {"error": type(error).__name__, "where": where(error)} if error else {}
+            get_logger().error("task_ended", task=name, **facts)
+            server.fail(f"its task {name} has ended ({facts.get('error', 'without an error')}); start it again")
+
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(note)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def run(settings: ProcessSettings, program: str, name: str, serve: Serve, *refusals: type[Exception]) -> None:
+    """Run one service as this process until it is told to stop; exit with 1 and one sentence for what it refuses."""
+    expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
+    try:
+        asyncio.run(run_until_told(settings, name, serve))
+    except expected as error:
+        sys.exit(f"{program}: {error}")
+    leave()
+
+
+async def run_until_told(settings: ProcessSettings, name: str, serve: Serve) -> None:
+    """Run one service until SIGTERM or SIGINT, also while it still loads. Raises CannotServe."""
+    configure_logs(name, settings.log_level, settings.log_format)
+    asyncio.get_running_loop().set_exception_handler(log_unhandled)
+    await _run_until_told(serve)
+    # what is left is the interpreter's clean-up, which takes seconds with a model loaded
+    gc.freeze()
+
+
+async def _run_until_told(serve: Serve) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    told = asyncio.create_task(stopping.wait())
+    running = asyncio.create_task(_serve_until(told, serve))
+    await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        told.cancel()
+    await running
+
+
+async def _serve_until(told: "asyncio.Task[Any]", serve: Serve) -> None:
+    """Serve until told to stop; stop loading at once if told during loading."""
+    stack = AsyncExitStack()
+    entering = asyncio.ensure_future(stack.enter_async_context(serve()))
+    await asyncio.wait({entering, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not entering.done():
+        entering.cancel()
+        await asyncio.gather(entering, return_exceptions=True)
+        return
+    async with stack:
+        server = entering.result()
+        gc.freeze()  # what was imported and loaded stays, and need not be looked at in every collection
+        gc.enable()
+        await asyncio.wait({server.failure, told}, return_when=asyncio.FIRST_COMPLETED)
+    if server.failure.done():
+        raise CannotServe(server.failure.result())
