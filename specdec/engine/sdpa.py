@@ -42,6 +42,12 @@ class Part:
         """Return the first slot, counted from the sequence's first, that any of the new tokens sees."""
         return 0 if window is None else max(0, self._segment.past + 1 - window)
 
+    def visible(self, layer: LayerPool, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values that any of the new tokens sees, [1, kv_heads, visible, size] each."""
+        first = self.first_visible(window)
+        slots = (2, self.first_slot + first, self.total - first)
+        return layer.keys_by_head.narrow(*slots), layer.values_by_head.narrow(*slots)
+
     def mask(self, window: int | None, repeats: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return the additive mask [repeats * num_tokens, visible], or None where every new token sees everything."""
         if self.num_tokens == 1:
@@ -75,7 +81,7 @@ class Part:
 class SdpaPlan:
     """The attention of one forward."""
 
-    def __init__(self, parts: list[Part], layers: list[LayerPool]) -> None:
+    def __init__(self, parts: Sequence[Part], layers: list[LayerPool]) -> None:
         self._parts = parts
         self._sizes = [part.num_tokens for part in parts]
         self._layers = iter(layers)
@@ -103,9 +109,7 @@ class SdpaPlan:
 
 def _attend_part(part: Part, layer: LayerPool, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Attend from one sequence's new tokens to all that it holds: [new, heads, size] -> [new, heads, value_size]."""
-    first = part.first_visible(options.window)
-    keys = layer.keys_by_head.narrow(2, part.first_slot + first, part.total - first)
-    values = layer.values_by_head.narrow(2, part.first_slot + first, part.total - first)
+    keys, values = part.visible(layer, options.window)
     if options.softcap is None and options.sinks is None:
         return _attend_fast(part, query, keys, values, options)
     return _attend_plainly(part, query, keys, values, options)

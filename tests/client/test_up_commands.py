@@ -48,6 +48,16 @@ def test_services_accept_their_flags() -> None:
     assert (settings.tokenizer, settings.port, settings.metrics_port) == ("models/target", 7, 9000)
 
 
+def test_weights_are_rounded_where_that_is_asked() -> None:
+    options = Options("t", "d", quantization="int8", draft_quantization="int4")
+    for chosen, kinds in ((options, ("int8", "int4")), (Options("t", "d"), ("none", "none"))):
+        target, draft = worker_commands(chosen, num_cores=2)
+        settings: Any = load(TargetSettings, "target", target.flags)
+        assert settings.quantization == kinds[0]
+        settings = load(DraftSettings, "draft", draft.flags)
+        assert settings.draft_quantization == kinds[1]
+
+
 @pytest.mark.parametrize(
     ("options", "drafters"), [(Options("t"), "recycle,ngram,suffix"), (Options("t", "ngram"), "ngram,recycle,suffix")]
 )
