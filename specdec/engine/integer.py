@@ -14,7 +14,7 @@ from torch import nn
 
 ZERO = 128  # what a digit of 0 is stored as
 MAX_LEVEL = 127 * 256 + 127  # the largest number whose two digits lie in -128 to 127, like those of its negative
-MIN_ROW = 1e-30  # rows of smaller numbers are zeros; a scale must not be one
+ROUNDING = torch.tensor(ZERO * 256 + ZERO + 0.5)
 EXACT_INPUTS = 1024  # 1024 * 128 * 127 < 2 ** 24
 CHECKED_ROWS, CHECKED_CHANNELS = (1, 2, 10, 33), 128  # kernels differ by the number of rows, and in a weight's ends
 
@@ -95,9 +95,9 @@ def digits_of(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A number is (256 * high + low) * scale. All the low digits come first.
     """
     num_rows, width = rows.shape
-    scales = rows.abs().amax(-1, keepdim=True).clamp_(min=MIN_ROW).div_(MAX_LEVEL)
+    scales = rows.abs().amax(-1, keepdim=True).div_(MAX_LEVEL)  # 0 for a row of zeros: so is its product then
     # adding a half rounds, as conversion cuts off; the two zeros make both bytes of the sum digits around ZERO
-    stored = (rows / scales).add_(ZERO * 256 + ZERO + 0.5).to(torch.uint16)
+    stored = torch.addcdiv(ROUNDING, rows, scales).to(torch.uint16)
     low_and_high = stored.view(torch.uint8).view(num_rows, width, 2)
     return low_and_high.permute(2, 0, 1).reshape(2 * num_rows, width), scales
 
