@@ -133,7 +133,7 @@ def _serially(function: Callable[[Rows], Rows], rows: Rows) -> Rows:
     most = max(1, (PARALLEL_NUMBERS - 1) // rows.shape[-1])
     if rows.is_cuda or len(rows) <= most or torch.get_num_threads() == 1:
         return function(rows)
-    return torch.cat([function(piece) for piece in rows.split(most)])
+    return torch.cat([function(piece) for piece in torch.split(rows, most)])
 
 
 class _Angles:

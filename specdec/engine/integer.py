@@ -50,13 +50,13 @@ class PlainProduct:
     """An `IntegerProduct` by float32 products of pieces that are short enough to be exact."""
 
     def __init__(self, weight: torch.Tensor, scales: torch.Tensor) -> None:
-        self._pieces = [piece.float() for piece in weight.split(EXACT_INPUTS, dim=1)]
+        self._pieces = [piece.float() for piece in torch.split(weight, EXACT_INPUTS, dim=1)]
         self._scales = scales
         self.num_bytes = sum(piece.nbytes for piece in self._pieces) + scales.nbytes
 
     def __call__(self, digits: torch.Tensor) -> torch.Tensor:
         """See `IntegerProduct`."""
-        rows = (digits.float() - ZERO).split(EXACT_INPUTS, dim=1)
+        rows = torch.split(digits.float() - ZERO, EXACT_INPUTS, dim=1)
         sums = [nn.functional.linear(*pair).int() for pair in zip(rows, self._pieces, strict=True)]
         return torch.stack(sums).sum(0, dtype=torch.int32).float() * self._scales
 

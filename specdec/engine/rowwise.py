@@ -150,7 +150,7 @@ class _InCalls(Part):
         if size not in self._divided:
             self._divided[size] = self.calls(size)
         parts = self._divided[size]
-        rows = query.split([part.num_tokens for part in parts])
+        rows = torch.split(query, [part.num_tokens for part in parts])
         outputs = [part.attend(layer, each, options) for part, each in zip(parts, rows, strict=True)]
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 

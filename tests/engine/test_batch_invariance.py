@@ -41,7 +41,7 @@ def text_of(model: LanguageModel, seed: int, length: int = LENGTH) -> list[int]:
 
 def in_pieces(model: LanguageModel, text: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """Return the logits of a text that is fed by itself, in pieces of these sizes, again and again."""
-    sequence, rows = model.cache.open("by itself"), []
+    sequence, rows = model.cache.open("by itself"), list[torch.Tensor]()
     while sequence.length < len(text):
         piece = list(text[sequence.length : sequence.length + sizes[len(rows) % len(sizes)]])
         rows.append(model.forward([Feed(sequence, piece, len(piece))]).logits)
@@ -52,7 +52,7 @@ def in_pieces(model: LanguageModel, text: Sequence[int], sizes: Sequence[int]) -
 def beside_others(model: LanguageModel, text: Sequence[int], num_others: int, size: int) -> torch.Tensor:
     """Return the logits of a text that is fed in pieces, between other sessions that feed other numbers of tokens."""
     rng, names = random.Random(num_others), [f"other {number}" for number in range(num_others)]
-    sequence, rows = model.cache.open("between"), []
+    sequence, rows = model.cache.open("between"), list[torch.Tensor]()
     while sequence.length < len(text):
         piece = list(text[sequence.length : sequence.length + size])
         fed = [text_of(model, rng.getrandbits(32), rng.randint(1, 3)) for _ in names]
@@ -112,7 +112,7 @@ class TestTrees:
 
 def in_trees(model: LanguageModel, text: Sequence[int]) -> torch.Tensor:
     """Return the logits of a text that is fed as trees of 1 to 4 levels, in each a wrong token and the right one."""
-    sequence, rows = model.cache.open("in trees"), []
+    sequence, rows = model.cache.open("in trees"), list[torch.Tensor]()
     while sequence.length < len(text):
         start = sequence.length
         span = text[start : start + 2 + len(rows) % 4]

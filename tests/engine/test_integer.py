@@ -147,7 +147,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(num_threads: int) -> None:
     with torch.inference_mode():
         together = layer(rows)
         for count in (1, 2, 5, 9, 16, 17, 33):
-            assert torch.equal(torch.cat([layer(piece) for piece in rows.split(count)]), together)
+            assert torch.equal(torch.cat([layer(piece) for piece in torch.split(rows, count)]), together)
 
 
 def test_both_products_give_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> None:

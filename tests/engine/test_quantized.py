@@ -106,7 +106,7 @@ def test_wrong_kernels_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_convolutions_of_gpt2_are_rounded_too() -> None:
-    module = Conv1D(48, 96)
+    module: nn.Module = Conv1D(48, 96)  # type: ignore[no-untyped-call]
     rows = torch.randn(3, 96)
     with torch.inference_mode():
         difference = (rounded(module, "int8")(rows) - module(rows)).std() / module(rows).std()
