@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.forwards import CACHED_TOKENS, forward_of, median_ms
+from benchmarks.forwards import CACHED_TOKENS, forward_of, medians_ms
 from benchmarks.measure import hardware
 from benchmarks.served import demo_pair
 from specdec import AsyncClient, SamplingParams, SpeculationParams
@@ -86,7 +86,7 @@ def forwards_per_s(dtype: str, numbers: tuple[int, ...]) -> list[float]:
     model = load_language_model(options.target, device="cpu", dtype=dtype, kv_cache_bytes=num_bytes)
     for number in numbers:
         with forward_of(model, number, 1) as forward:
-            rates.append(1e3 * number / median_ms(forward, 0.0, NUM_FORWARDS))
+            rates.append(1e3 * number / medians_ms({"": forward}, 0.0, NUM_FORWARDS)[""])
     return rates
 
 

@@ -27,7 +27,8 @@ def main() -> None:
 @asynccontextmanager
 async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]:
     """Build the worker on a listening server; yield once the model is loaded."""
-    model, info = await load_model(settings, settings.model)
+    quantization = None if settings.quantization == "none" else settings.quantization
+    model, info = await load_model(settings, settings.model, quantization=quantization)
     scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size)
     engine = new_engine(settings, model, scorer)
     METRICS.watch(engine)

@@ -19,6 +19,8 @@ from specdec.engine.linear import pack_linears, try_prepack
 
 FUSED_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 STATIC_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others' angles depend on the text's length
+TABLE_POSITIONS = 1024  # computed at once
+PARALLEL_NUMBERS = 1 << 15  # from here on torch divides elementwise work among its threads
 
 Rows = torch.Tensor  # [num_tokens, width]
 
@@ -105,7 +107,7 @@ class _Layer:
     def __call__(self, hidden: Rows, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
         hidden = hidden + self._attend(self._attention_norm(hidden), cos, sin)
         gate, up = self._to_mlp(self._mlp_norm(hidden)).chunk(2, dim=-1)
-        added: Rows = self._from_mlp(self._activation(gate) * up)
+        added: Rows = self._from_mlp(_serially(self._activation, gate) * up)
         return hidden + added
 
     def _attend(self, rows: Rows, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
@@ -123,27 +125,40 @@ class _Layer:
         return added
 
 
+def _serially(function: Callable[[Rows], Rows], rows: Rows) -> Rows:
+    """Apply an elementwise function so that threads do not divide a row.
+
+    An exponential's last bit depends on whether it is one of the last few of its thread, which other rows decide.
+    """
+    most = max(1, (PARALLEL_NUMBERS - 1) // rows.shape[-1])
+    if rows.is_cuda or len(rows) <= most or torch.get_num_threads() == 1:
+        return function(rows)
+    return torch.cat([function(piece) for piece in torch.split(rows, most)])
+
+
 class _Angles:
     """The rotations of all positions, computed once by the model's own module."""
 
     def __init__(self, rotary: nn.Module, like: torch.Tensor) -> None:
         self._rotary = rotary
         self._like = like
-        self._table = like.new_empty(0, 2, 1, 1)  # [positions, cosine and signed sine, 1, head_size]
+        self._table = like.new_empty(0)  # [positions, cosine and signed sine, 1, head_size]
 
     def at(self, positions: list[int]) -> tuple[torch.Tensor, ...]:
         """Return cosines and signed sines [num_tokens, 1, head_size]: a head x turns to x * cos + roll(x) * sin."""
         end = max(positions) + 1
-        if end > self._table.shape[0]:
-            self._extend(max(1024, 2 * end))
+        while end > self._table.shape[0]:
+            self._extend()
         return self._table.index_select(0, torch.tensor(positions, device=self._like.device)).unbind(1)
 
-    def _extend(self, num_positions: int) -> None:
-        positions = torch.arange(num_positions, device=self._like.device)[None]
+    def _extend(self) -> None:
+        """Compute the next positions, always as many: a kernel's last bits may depend on how many it is given."""
+        begin = self._table.shape[0]
+        positions = torch.arange(begin, begin + TABLE_POSITIONS, device=self._like.device)[None]
         cos, sin = (table[0][:, None] for table in self._rotary(self._like, position_ids=positions))
         signs = torch.ones_like(sin[:1])
         signs[..., : sin.shape[-1] // 2] = -1  # rotate_half negates the second half, which roll moves to the front
-        self._table = torch.stack([cos, sin * signs], dim=1)
+        self._table = torch.cat([self._table, torch.stack([cos, sin * signs], dim=1)])
 
 
 class _Norm:

@@ -16,6 +16,7 @@ from specdec.engine.model import LanguageModel, ModelFacts
 from specdec.engine.pool import LayerShape
 from specdec.engine.pretrained import choose_device, load_pretrained, num_embeddings
 from specdec.engine.quantized import Quantization, quantize
+from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
 
 logger = logging.getLogger(__name__)
@@ -46,17 +47,19 @@ def load_language_model(
     quantization: Quantization | None = None,
     block_tokens: int = BLOCK_TOKENS,
     self_check: bool = True,
-    new_backend: NewBackend = SdpaBackend,
+    new_backend: NewBackend | None = None,
 ) -> LanguageModel:
     """Load a transformers causal LM by hub id or local folder.
 
     `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
     computes it faster). The cache takes `kv_cache_bytes` bytes. With `layers`, only these layers are loaded; with
-    `quantization`, weights are rounded once the model has passed its check, which is good enough for drafts. Only
-    safetensors weights are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot
-    be loaded or served exactly, CacheFull when the bytes are less than one block or cannot be allocated.
+    `quantization`, weights are rounded once the model has passed its check: it is another model then. Unless
+    `new_backend` says otherwise, one in int8 attends so that no position depends on its batch. Only safetensors weights
+    are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot be loaded or served
+    exactly, CacheFull when the bytes are less than one block or cannot be allocated.
     """
-    options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend)
+    by_default = RowwiseSdpaBackend if quantization == "int8" else SdpaBackend
+    options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default)
     model = _load(options, choose_device(device), dtype, layers)
     if quantization:
         quantize(model.decoder, quantization, name_or_path)

@@ -1,57 +1,68 @@
-"""Linear layers with weights of 8 or 4 bits, for drafts on the CPU: any draft is exact, so its weights may be rounded.
+"""Linear layers with weights of 8 or 4 bits, for the CPU.
 
-Weights alone are quantised: to 8 bits with one scale a channel, to 4 bits with scale and zero point for each group of a
-channel's weights. Activations stay bfloat16, so what a position gives does not depend on its batch beyond rounding. The
+int8 is for targets and drafts: weights with one scale a channel, activations of 16 bits with one scale a token, and
+products in whole numbers (`integer.py`), so what a position gives does not depend on its batch. int4 is for drafts, of
+which any is exact: scale and zero point for each group of a channel's weights, and activations in bfloat16. Its
 products are torch's own; those of torchao 0.18, which run without compilation too, took 3 to 50 times as long.
 """
 
-from collections.abc import Callable
+import logging
 from typing import Literal
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.errors import ModelRefused
+from specdec.engine.integer import PlainProduct, digits_of, integer_product, joined
 from specdec.engine.linear import PackedLinear
+
+logger = logging.getLogger(__name__)
 
 Quantization = Literal["int8", "int4"]
 
 GROUP_SIZE = 32  # weights of a channel that share scale and zero point in int4
-SHAPE_MULTIPLES = (32, 16)  # of inputs and outputs; torch's kernels read past the end of other shapes
+SHAPE_MULTIPLES = (32, 16)  # of inputs and outputs in int4; torch's kernel reads past the end of other shapes
 SHRINKINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range; the one with the least squared error is taken
-MANY_ROWS = 48  # from here on converting the weights of 8 bits costs less than the kernel for few rows
 MAX_ERROR = 0.3  # of the product's spread, root mean square: 4 bits give 0.06 to 0.12, a wrong kernel 1 and more
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with weights of 8 bits and one scale a channel."""
+    """A linear layer with weights of 8 bits and one scale a channel; each row is rounded to 16 bits by itself."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        self._scales = (weight.float().abs().amax(-1) / 127).clamp(min=1e-12).to(torch.bfloat16)  # [out]
-        self._weight = (weight.float() / self._scales.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        scales = (weight.float().abs().amax(-1) / 127).clamp(min=1e-12)  # [out]
+        levels = (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
+        self._product = integer_product(levels, scales)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The rounded weight, float32 [out, in]."""
-        return self._weight.float() * self._scales.float()[:, None]
+        """The rounded weight, float32 [out, in]; computed at each reading."""
+        return self._times(torch.eye(self.in_features)).T
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether this processor and torch have a kernel for the products; without one, they are as fast as float32."""
+        return not isinstance(self._product, PlainProduct)
 
     @property
     def num_bytes(self) -> int:
         """Memory of weight and scales."""
-        return self._weight.nbytes + self._scales.nbytes
+        return self._product.num_bytes
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows @ weight.T + bias: [..., in] -> [..., out], in the type of the rows."""
-        return _in_bfloat16(rows, self._product, self.out_features, self.bias)
+        flat = rows.reshape(-1, rows.shape[-1]).float()
+        result = self._times(flat).to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+        return result if self.bias is None else result + self.bias
 
-    def _product(self, rows: torch.Tensor) -> torch.Tensor:
-        if len(rows) < MANY_ROWS:
-            return torch._weight_int8pack_mm(rows, self._weight, self._scales)
-        return nn.functional.linear(rows, self._weight.to(torch.bfloat16)) * self._scales
+    def _times(self, rows: torch.Tensor) -> torch.Tensor:
+        digits, scales = digits_of(rows)
+        return joined(self._product(digits), scales)
 
 
 class Int4Linear(nn.Module):
@@ -77,7 +88,9 @@ class Int4Linear(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows @ weight.T + bias: [..., in] -> [..., out], in the type of the rows."""
-        return _in_bfloat16(rows, self._product, self.out_features, self.bias)
+        flat = rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16).contiguous()
+        result = self._product(flat).to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+        return result if self.bias is None else result + self.bias
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
         return torch._weight_int4pack_mm_for_cpu(rows, self._packed, GROUP_SIZE, self._scales_and_zeros)
@@ -86,57 +99,56 @@ class Int4Linear(nn.Module):
 def quantize(decoder: Decoder, quantization: Quantization, name: str) -> None:
     """Replace the decoder's linear layers, in place, by ones with rounded weights.
 
-    A layer whose shape the kernels do not take stays as it is. Raises ModelRefused where that is each of them.
+    A layer that cannot be rounded stays as it is. Raises ModelRefused where that is each of them.
     """
-    num_replaced = 0
+    rounded: list[Int8Linear | Int4Linear] = []
 
     def replaced(module: nn.Module) -> nn.Module:
-        nonlocal num_replaced
-        rounded = try_quantize(module, quantization)
-        num_replaced += rounded is not None
-        return rounded or module
+        layer = try_quantize(module, quantization)
+        if layer is None:
+            return module
+        rounded.append(layer)
+        return layer
 
     decoder.replace_linears(replaced)
-    if not num_replaced:
+    if not rounded:
         raise ModelRefused(f"{name} has no linear layer on the CPU that {quantization} fits; leave quantisation out")
+    num_slow = sum(isinstance(layer, Int8Linear) and not layer.is_fast for layer in rounded)
+    if num_slow:
+        reason = "this processor or torch lacks an exact kernel for int8 (VNNI): the same numbers, at float32's speed"
+        logger.warning("int8_without_kernel", extra={"model": name, "num_layers": num_slow, "reason": reason})
 
 
 @torch.no_grad()
 def try_quantize(module: nn.Module, quantization: Quantization) -> Int8Linear | Int4Linear | None:
-    """Return a linear layer with rounded weights, or None for another module, device or shape.
+    """Return a linear layer with rounded weights, or None for another module, or device.
 
-    None also where this processor's kernel does not give the product of the rounded weights.
+    In int4, None also for another shape, and where this processor's kernel does not give the rounded weights' product.
     """
-    if not isinstance(module, nn.Linear | PackedLinear):
+    if not isinstance(module, nn.Linear | PackedLinear | Conv1D):
         return None
-    weight = module.weight
-    if weight.device.type != "cpu" or any(
-        size % by for size, by in zip(weight.shape[::-1], SHAPE_MULTIPLES, strict=True)
-    ):
+    weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
+    if weight.device.type != "cpu":
         return None
-    kind = Int8Linear if quantization == "int8" else Int4Linear
+    return Int8Linear(weight, module.bias) if quantization == "int8" else _try_int4(weight, module.bias)
+
+
+def _try_int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Int4Linear | None:
+    if any(size % by for size, by in zip(weight.shape[::-1], SHAPE_MULTIPLES, strict=True)):
+        return None
     try:
-        rounded = kind(weight.detach(), module.bias)
+        rounded = Int4Linear(weight, bias)
         return rounded if _is_close(rounded, weight) else None
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
 
 
-def _is_close(rounded: Int8Linear | Int4Linear, weight: torch.Tensor) -> bool:
+def _is_close(rounded: Int4Linear, weight: torch.Tensor) -> bool:
     """Compare a product of a few rows with that of the plain weights, which rounding moves by far less than half."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(3, rounded.in_features, generator=generator)
     plain = nn.functional.linear(rows, weight.float(), None if rounded.bias is None else rounded.bias.float())
     return bool((rounded(rows) - plain).pow(2).mean().sqrt() <= MAX_ERROR * plain.std().clamp(min=1e-30))
-
-
-def _in_bfloat16(
-    rows: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], width: int, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """Return the product of rows [..., in] in bfloat16, [..., width], plus the bias, in the type of the rows."""
-    flat = rows.reshape(-1, rows.shape[-1]).to(torch.bfloat16).contiguous()
-    result = product(flat).to(rows.dtype).view(*rows.shape[:-1], width)
-    return result if bias is None else result + bias
 
 
 def _rounded_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

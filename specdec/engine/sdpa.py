@@ -38,9 +38,22 @@ class Part:
         self._segment = segment
         self._masks: dict[tuple[int | None, int], torch.Tensor] = {}
 
+    def attend(self, layer: LayerPool, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """Attend from the new tokens to all that the sequence holds: [new, heads, size] -> [new, heads, value_size]."""
+        keys, values = self.visible(layer, options.window)
+        if options.softcap is None and options.sinks is None:
+            return _attend_fast(self, query, keys, values, options)
+        return _attend_plainly(self, query, keys, values, options)
+
     def first_visible(self, window: int | None) -> int:
         """Return the first slot, counted from the sequence's first, that any of the new tokens sees."""
         return 0 if window is None else max(0, self._segment.past + 1 - window)
+
+    def visible(self, layer: LayerPool, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values that any of the new tokens sees, [1, kv_heads, visible, size] each."""
+        first = self.first_visible(window)
+        slots = (2, self.first_slot + first, self.total - first)
+        return layer.keys_by_head.narrow(*slots), layer.values_by_head.narrow(*slots)
 
     def mask(self, window: int | None, repeats: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return the additive mask [repeats * num_tokens, visible], or None where every new token sees everything."""
@@ -75,7 +88,7 @@ class Part:
 class SdpaPlan:
     """The attention of one forward."""
 
-    def __init__(self, parts: list[Part], layers: list[LayerPool]) -> None:
+    def __init__(self, parts: Sequence[Part], layers: list[LayerPool]) -> None:
         self._parts = parts
         self._sizes = [part.num_tokens for part in parts]
         self._layers = iter(layers)
@@ -89,26 +102,16 @@ class SdpaPlan:
         if self._slots is None:
             layer.keys[self._parts[0].written] = key
             layer.values[self._parts[0].written] = value
-            return _attend_part(self._parts[0], layer, query, options)
+            return self._parts[0].attend(layer, query, options)
         layer.keys.index_copy_(0, self._slots, key)
         layer.values.index_copy_(0, self._slots, value)
         queries = torch.split(query, self._sizes)
         pairs = zip(self._parts, queries, strict=True)
-        return torch.cat([_attend_part(part, layer, rows, options) for part, rows in pairs])
+        return torch.cat([part.attend(layer, rows, options) for part, rows in pairs])
 
     def _written_slots(self, device: torch.device) -> torch.Tensor:
         slots = [slot for part in self._parts for slot in range(part.written.start, part.written.stop)]
         return torch.tensor(slots, device=device)  # [total]
-
-
-def _attend_part(part: Part, layer: LayerPool, query: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """Attend from one sequence's new tokens to all that it holds: [new, heads, size] -> [new, heads, value_size]."""
-    first = part.first_visible(options.window)
-    keys = layer.keys_by_head.narrow(2, part.first_slot + first, part.total - first)
-    values = layer.values_by_head.narrow(2, part.first_slot + first, part.total - first)
-    if options.softcap is None and options.sinks is None:
-        return _attend_fast(part, query, keys, values, options)
-    return _attend_plainly(part, query, keys, values, options)
 
 
 def _grouped(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:

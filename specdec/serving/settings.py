@@ -24,6 +24,8 @@ ENV_PREFIX = "SPECDEC_"
 Port = Annotated[int, Field(ge=0, le=65535)]
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
+TargetQuantization = Literal["none", "int8"]
+DraftQuantization = Literal["none", "int8", "int4"]
 
 
 class ProcessSettings(BaseSettings):

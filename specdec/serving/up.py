@@ -13,7 +13,7 @@ from specdec.arguments import checked
 from specdec.parameters import Number, WholeNumber
 from specdec.serving import local
 from specdec.serving.child import LogLine, format_event
-from specdec.serving.settings import Device, Dtype
+from specdec.serving.settings import Device, DraftQuantization, Dtype, TargetQuantization
 from specdec.terminal import in_colour, is_coloured
 
 LOG_COLOURS = {"coordinator": "cyan", "target": "magenta", "draft": "green", "gateway": "yellow"}
@@ -63,6 +63,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--state-dir", metavar="DIR", help="folder of the embedded store (default: ~/.local/state/specdec)")
     add("--dtype", choices=get_args(Dtype), default=default.dtype, help="number type of both models")
     add("--device", choices=get_args(Device), default=default.device, help="where both models run")
+    add(
+        "--quantization",
+        choices=get_args(TargetQuantization),
+        default=default.quantization,
+        help="int8, on the CPU: rounds the target's weights, which is another model, and faster (default: none)",
+    )
+    add(
+        "--draft-quantization",
+        choices=get_args(DraftQuantization),
+        default=default.draft_quantization,
+        help="rounds the draft model's weights, on the CPU (default: none)",
+    )
     add("--num-targets", type=count, default=1, metavar="COUNT", help="target workers (default: 1)")
     add("--num-drafts", type=count, default=1, metavar="COUNT", help="draft workers (default: 1)")
     add("--target-threads", type=count, metavar="COUNT", help="threads of a target worker (default: half the cores)")

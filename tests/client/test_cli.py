@@ -49,6 +49,8 @@ from tests.support.redis_server import RedisServer
         (["up"], "--target"),
         (["up", "--target", "x", "--port", "99999"], "--port"),
         (["up", "--target", "x", "--dtype", "int8"], "bfloat16"),
+        (["up", "--target", "x", "--quantization", "int4"], "'none', 'int8'"),
+        (["up", "--target", "x", "--draft-quantization", "int2"], "'none', 'int8', 'int4'"),
         (["up", "--target", "./no-such-folder"], "there is no folder ./no-such-folder"),
         (["up", "--target", "models/drafft"], "no folder models/drafft; beside it there are models/draft, "),
         (["up", "--target", "/"], "holds no model (no config.json)"),

@@ -70,6 +70,16 @@ def test_wrong_gateways_do_not_start(port: int | None, environment: dict[str, st
         check(Options("models/target", port=50_999, http_port=port), environment)
 
 
+def test_weights_are_rounded_where_that_is_asked() -> None:
+    options = Options("t", "d", quantization="int8", draft_quantization="int4")
+    for chosen, kinds in ((options, ("int8", "int4")), (Options("t", "d"), ("none", "none"))):
+        target, draft = worker_commands(chosen, num_cores=2)
+        settings: Any = load(TargetSettings, "target", target.flags)
+        assert settings.quantization == kinds[0]
+        settings = load(DraftSettings, "draft", draft.flags)
+        assert settings.draft_quantization == kinds[1]
+
+
 @pytest.mark.parametrize(
     ("options", "drafters"), [(Options("t"), "recycle,ngram,suffix"), (Options("t", "ngram"), "ngram,recycle,suffix")]
 )

@@ -15,7 +15,7 @@ import torch
 from specdec.engine.attention import Segment
 from specdec.engine.contiguous import ContiguousPool
 from specdec.engine.decoder import PackedRow
-from tests.engine import test_loop, test_loop_trees, test_sequence
+from tests.engine import test_batch_invariance, test_loop, test_loop_trees, test_sequence
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
 from tests.engine.test_sequence import Texts
 from tests.engine.tiny_models import ReferenceModel, load
@@ -51,6 +51,23 @@ def trees_of(architecture: str) -> Callable[[], None]:
 
 def hidden_states_of(architecture: str) -> Callable[[], None]:
     return lambda: check_hidden_states(load(folder(architecture), self_check=False), reference(architecture))
+
+
+def bits_in_batches() -> None:
+    """Compare a text in pieces with single tokens, in int8."""
+    model = load(folder("llama"), quantization="int8")
+    test_batch_invariance.TestBits().test_pieces_do_not_matter(model, 5)
+
+
+def one_scale_for_all(original: Original) -> Any:
+    def digits_of(rows: torch.Tensor) -> Any:
+        """Round as `quantize_dynamic` does: with a scale that depends on every row."""
+        beside = torch.cat([rows, rows.abs().amax().expand(1, rows.shape[1])])
+        digits, scales = original(beside.flatten()[None])
+        digits = digits.view(2, -1, rows.shape[1])[:, :-1].reshape(2 * len(rows), -1)
+        return digits, scales.expand(len(rows), 1)
+
+    return digits_of
 
 
 def accepted_path() -> None:
@@ -148,6 +165,7 @@ MUTANTS = [
         lambda _: move_keys_only,
         trees_of("llama"),
     ),
+    Mutant("activations share a scale", "specdec.engine.quantized.digits_of", one_scale_for_all, bits_in_batches),
     Mutant(
         "the path is compacted one slot too far",
         "specdec.engine.contiguous.ContiguousPool.compact",

@@ -11,6 +11,7 @@ from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOption
 from specdec.engine.fused import FusedDecoder
 from specdec.engine.load import BLOCK_TOKENS
 from specdec.engine.pool import LayerShape
+from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
 from tests.engine.tiny_models import FUSED, ReferenceModel, assert_close, load, random_tokens
@@ -62,6 +63,12 @@ class TestEveryArchitecture:
     @pytest.mark.parametrize("name", architectures.SERVED)
     def test_trees_match_the_reference(self, name: str, folders: dict[str, Path]) -> None:
         check_tree_rounds(load(folders[name]), ReferenceModel(folders[name]))
+
+    @pytest.mark.parametrize("name", architectures.SERVED)
+    def test_attention_token_by_token_matches_the_reference(self, name: str, folders: dict[str, Path]) -> None:
+        model = load(folders[name], new_backend=RowwiseSdpaBackend)
+        check_pieces(model, ReferenceModel(folders[name]))
+        check_tree_rounds(model, ReferenceModel(folders[name]))
 
     @pytest.mark.parametrize("name", architectures.SERVED)
     def test_hidden_states_match_the_reference(self, name: str, folders: dict[str, Path]) -> None:

@@ -50,7 +50,7 @@ def worker_commands(options: Options, num_cores: int) -> list[Command]:
 
 
 def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", number: int) -> Command:
-    model = ("--model", options.target) if kind == "target" else _draft_flags(options)
+    model = _target_flags(options) if kind == "target" else _draft_flags(options)
     flags = (
         *model,
         *("--host", "127.0.0.1", "--port", "0", "--dtype", options.dtype, "--device", options.device),
@@ -61,12 +61,17 @@ def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", 
     return Command(name, f"{kind}_service", flags, num_threads)
 
 
+def _target_flags(options: Options) -> tuple[str, ...]:
+    return ("--model", options.target, "--quantization", options.quantization)
+
+
 def _draft_flags(options: Options) -> tuple[str, ...]:
     """A draft worker offers what needs no model too, so that each request can choose; what was asked for is first."""
     has_model = options.draft not in MODEL_FREE
     drafters = ",".join(dict.fromkeys([*options.heads, "model" if has_model else options.draft, *MODEL_FREE]))
     model = ("--model", options.draft, "--target-tokenizer", options.target) if has_model else ()
-    return ("--drafters", drafters, *model, *_head_flags(options), "--suffix-tokenizer", options.target)
+    rounding = ("--draft-quantization", options.draft_quantization)
+    return ("--drafters", drafters, *model, *rounding, *_head_flags(options), "--suffix-tokenizer", options.target)
 
 
 def _head_flags(options: Options) -> tuple[str, ...]:

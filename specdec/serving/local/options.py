@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specdec.serving.settings import Device, Dtype
+from specdec.serving.settings import Device, DraftQuantization, Dtype, TargetQuantization
 
 NO_DRAFT = "none"
 HEADS = ("eagle3", "dflash", "medusa")  # drafters with a head that was trained for the target
@@ -34,6 +34,8 @@ class Options:
     state_dir: str | None = None  # of the embedded store; None: the user's own
     dtype: Dtype = "auto"
     device: Device = "auto"
+    quantization: TargetQuantization = "none"  # of the target
+    draft_quantization: DraftQuantization = "none"
     num_targets: int = 1
     num_drafts: int = 1
     target_threads: int | None = None

@@ -1,0 +1,136 @@
+"""In int8 a position's logits have the same bits in any batch: alone, in pieces, beside other sessions, in a tree."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine import Feed, LanguageModel
+from specdec.engine.integer import OneDnnProduct
+from tests.engine.test_integer import absent
+from tests.engine.tiny_models import FUSED, load
+from tests.support import architectures
+
+DEMO_TARGET = Path(__file__).parents[2] / "models" / "target"
+LENGTH = 70
+SIZES = (1, 2, 5, 9, 16, 32)  # rows of a forward, of one session or of so many
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=[*FUSED, "demo"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """Return a small model in int8, with room for 40 sessions."""
+    if request.param == "demo":
+        folder = DEMO_TARGET
+    else:
+        folder = architectures.build(request.param, tmp_path_factory.mktemp(request.param))
+    return load(folder, quantization="int8", kv_cache_bytes=64 << 20)
+
+
+def text_of(model: LanguageModel, seed: int, length: int = LENGTH) -> list[int]:
+    return random.Random(seed).choices(range(min(model.num_token_ids, model.vocab_size)), k=length)
+
+
+def in_pieces(model: LanguageModel, text: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Return the logits of a text that is fed by itself, in pieces of these sizes, again and again."""
+    sequence, rows = model.cache.open("by itself"), list[torch.Tensor]()
+    while sequence.length < len(text):
+        piece = list(text[sequence.length : sequence.length + sizes[len(rows) % len(sizes)]])
+        rows.append(model.forward([Feed(sequence, piece, len(piece))]).logits)
+    sequence.close()
+    return torch.cat(rows)
+
+
+def beside_others(model: LanguageModel, text: Sequence[int], num_others: int, size: int) -> torch.Tensor:
+    """Return the logits of a text that is fed in pieces, between other sessions that feed other numbers of tokens."""
+    rng, names = random.Random(num_others), [f"other {number}" for number in range(num_others)]
+    sequence, rows = model.cache.open("between"), list[torch.Tensor]()
+    while sequence.length < len(text):
+        piece = list(text[sequence.length : sequence.length + size])
+        fed = [text_of(model, rng.getrandbits(32), rng.randint(1, 3)) for _ in names]
+        others = [Feed(model.cache.open(name), tokens, 1) for name, tokens in zip(names, fed, strict=True)]
+        place = rng.randint(0, num_others)
+        output = model.forward([*others[:place], Feed(sequence, piece, len(piece)), *others[place:]])
+        rows.append(output.logits[place : place + len(piece)])
+    for name in ("between", *names):
+        model.cache.open(name).close()
+    return torch.cat(rows)
+
+
+class TestBits:
+    @pytest.mark.parametrize("size", SIZES)
+    def test_pieces_do_not_matter(self, model: LanguageModel, size: int) -> None:
+        text = text_of(model, 1)
+        assert torch.equal(in_pieces(model, text, [size]), in_pieces(model, text, [1]))
+
+    def test_one_prefill_equals_single_tokens(self, model: LanguageModel) -> None:
+        text = text_of(model, 2)
+        assert torch.equal(in_pieces(model, text, [LENGTH]), in_pieces(model, text, [1]))
+
+    @pytest.mark.parametrize("size", [1, 5])
+    @pytest.mark.parametrize("num_others", [1, 4, 8, 15, 31])
+    def test_other_sessions_do_not_matter(self, model: LanguageModel, num_others: int, size: int) -> None:
+        text = text_of(model, 3, 20)
+        assert torch.equal(beside_others(model, text, num_others, size), in_pieces(model, text, [1]))
+
+    def test_two_threads_give_the_same_bits(self, model: LanguageModel) -> None:
+        """One thread may give others: attention divides its work among them."""
+        torch.set_num_threads(2)
+        text = text_of(model, 4)
+        alone = in_pieces(model, text, [1])
+        assert torch.equal(in_pieces(model, text, [LENGTH]), alone)
+        assert torch.equal(beside_others(model, text, 5, 16), alone)
+
+    def test_hidden_states_are_the_same(self, model: LanguageModel) -> None:
+        text, layers = text_of(model, 5, 20), tuple(range(model.num_layers + 1))
+        one, two = model.cache.open("one"), model.cache.open("two")
+        whole = model.forward([Feed(one, text, 1, hidden_layers=layers, num_observed=20)]).hidden_states[0]
+        single = [
+            model.forward([Feed(two, [token], 1, hidden_layers=layers, num_observed=1)]).hidden_states[0]
+            for token in text
+        ]
+        one.close()
+        two.close()
+        assert whole is not None
+        assert torch.equal(whole, torch.cat([states for states in single if states is not None]))
+
+
+class TestTrees:
+    def test_branches_have_the_bits_of_chains(self, model: LanguageModel) -> None:
+        """The right token is each time the second child; then the path is kept, and the text goes on."""
+        text = text_of(model, 6, 40)
+        assert torch.equal(in_trees(model, text), in_pieces(model, text, [1]))
+
+
+def in_trees(model: LanguageModel, text: Sequence[int]) -> torch.Tensor:
+    """Return the logits of a text that is fed as trees of 1 to 4 levels, in each a wrong token and the right one."""
+    sequence, rows = model.cache.open("in trees"), list[torch.Tensor]()
+    while sequence.length < len(text):
+        start = sequence.length
+        span = text[start : start + 2 + len(rows) % 4]
+        closing, right = span[0], span[1:]
+        tree = [token for each in right for token in ((each + 1) % model.vocab_size, each)]
+        parents = tuple(parent for depth in range(len(right)) for parent in (2 * depth, 2 * depth))
+        sequence.mark_committed(start + 1)
+        logits = model.forward([Feed(sequence, [closing, *tree], 1 + len(tree), parents)]).logits
+        rows.append(logits[[0, *range(2, len(tree) + 1, 2)]])
+        assert sequence.resume(start + 1, list(right), num_committed=start + len(span)) == []
+    sequence.close()
+    return torch.cat(rows)
+
+
+def test_processors_without_the_kernel_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(DEMO_TARGET, quantization="int8", kv_cache_bytes=8 << 20)
+    text = text_of(model, 7)
+    logits = in_pieces(model, text, [1, 9])
+    monkeypatch.setattr(OneDnnProduct, "__call__", absent)
+    other = load(DEMO_TARGET, quantization="int8", kv_cache_bytes=8 << 20)
+    assert torch.equal(in_pieces(other, text, [1, 9]), logits)
