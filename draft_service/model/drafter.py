@@ -155,5 +155,8 @@ class ModelDrafter:
             self._engine.leave(session.key)  # its cache may make room for others at once
 
     def forget(self, session: WorkerSession) -> None:
-        """Free the session's cache."""
+        """Free the session's cache, and stop drafting ahead for any of its streams."""
+        _, running = self._ahead.pop(session.key, (None, None))
+        if running:
+            running.cancel()
         self._engine.forget(session.key)

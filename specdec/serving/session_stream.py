@@ -107,6 +107,15 @@ class EpochFence:
         if len(self._latest) > self._max_sessions:
             self._latest.popitem(last=False)
 
+    def end(self, claim: "Claim") -> None:
+        """Record that a session is over: what its owner sent on earlier streams, and comes late, is a former owner's."""
+        if self.is_latest(claim):
+            self._latest[claim.claimed] = claim.epoch + 1, 0
+
+    def has_ended(self, claim: "Claim") -> bool:
+        """Return whether a newer stream of the same epoch has ended the session."""
+        return self._latest.get(claim.claimed) == (claim.epoch + 1, 0)
+
     def is_latest(self, claim: "Claim") -> bool:
         """Return whether no newer stream of the claim's session has come; also of one that was forgotten."""
         return self._latest.get(claim.claimed, (0, 0)) <= (claim.epoch, claim.stream_number)
@@ -126,6 +135,15 @@ class Claim:
     def check(self) -> None:
         """Raise FencedError if a higher epoch was seen, UnavailableError if a newer stream of this epoch was."""
         self.fence.check(self)
+
+    def end(self) -> None:
+        """Record that the session is over, unless a newer stream has come."""
+        self.fence.end(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the session is over."""
+        return self.fence.has_ended(self)
 
     @property
     def is_latest(self) -> bool:
@@ -215,6 +233,10 @@ async def serve_session(
         await _answer_rounds(stream, write, claim, rounds)
     finally:
         rounds.leave(is_latest=claim.is_latest)
+        if stream.closed:
+            claim.end()
+        elif claim.has_ended:  # while a round of this stream ran, which may have made again what was freed
+            rounds.forget()
         _log_end(stream, rounds)
 
 

@@ -143,7 +143,7 @@ async def test_rounds_feed_what_is_new(
     await second.propose(0, text, 1)
     assert max(forwards.by_session[name]) < 12
     await second.close()
-    assert (await DraftStream(channel, name, epoch=2).propose(len(text), [5], 1)).cached_len == 0
+    assert (await DraftStream(channel, name, epoch=3).propose(len(text), [5], 1)).cached_len == 0
 
 
 @in_module_loop

@@ -190,8 +190,12 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
             drafter.draft_ahead(session, ask, drafted.proposal)
             await asyncio.sleep(0.001)
             drafter.abandon(session, is_latest=True)
+        drafter.draft_ahead(first, ask, drafted.proposal)
+        await asyncio.sleep(0.001)
+        drafter.forget(WorkerSession("first", 1, PLAIN, len(PROMPT)))  # closed on another stream
         while engine.load.num_running or engine.load.num_waiting:  # noqa: ASYNC110  # the engine has no event for this
             await asyncio.sleep(0.001)
+        assert not engine.load.num_resident
     finally:
         engine.stop()
 

@@ -157,7 +157,7 @@ async def test_takeovers_reuse_the_cache_until_close(
     assert_same(decoded(await second.propose(0, text, 3), 3), expected(reference, text, 3))
     assert forwards.sizes == [1, 1, 1]
     await second.close()
-    assert (await DraftStream(channel, name, epoch=2).propose(3, [4], 3)).cached_len == 0
+    assert (await DraftStream(channel, name, epoch=3).propose(3, [4], 3)).cached_len == 0
 
 
 def test_a_restarted_task_discards_its_draft() -> None:

@@ -146,6 +146,45 @@ async def test_a_stream_that_ends_late_leaves_nothing_of_the_newer_one() -> None
     assert left == [(1, False), (2, True)]
 
 
+async def test_what_comes_after_the_close_of_a_session_is_a_former_owners() -> None:
+    """Messages of a stream that its coordinator cut may come after those of the newer one that closed the session."""
+    fence, events, proceed = EpochFence(), list[str](), asyncio.Event()
+
+    class Rounds(SessionRounds):
+        async def answer(self, message: pb.Score, is_first: bool) -> pb.ScoreResponse:
+            events.append("begins")
+            await proceed.wait()
+            return pb.ScoreResponse()
+
+        def forget(self) -> None:
+            events.append("forgotten")
+
+    async def write(answer: object) -> None: ...
+
+    async def serve(epoch: int, *messages: pb.ScoreRequest) -> None:
+        async def requests() -> AsyncIterator[pb.ScoreRequest]:
+            for message in (pb.ScoreRequest(open=pb.OpenTarget()), *messages):
+                yield message
+
+        rounds = Rounds(WorkerSession("s", epoch, PLAIN, 0))
+        await serve_session(SessionStream(requests(), "score"), write, fence, lambda _: rounds)
+
+    a_round, closing = score_request(start=1), pb.ScoreRequest(close=types_pb2.CloseSession())
+    running = asyncio.create_task(serve(1, a_round))
+    while not events:  # noqa: ASYNC110  # the round begins
+        await asyncio.sleep(0)
+    await serve(1, closing)
+    assert events == ["begins", "forgotten"]
+    proceed.set()
+    with pytest.raises(FencedError):
+        await running
+    assert events == ["begins", "forgotten", "forgotten"], "what the round made again"
+    with pytest.raises(FencedError):
+        await serve(1, a_round)
+    await serve(2, a_round)
+    assert events[3:] == ["begins"], "a new owner may ask again"
+
+
 async def test_a_round_that_fails_as_its_stream_is_cancelled_leaves_no_error_behind() -> None:
     failing, logged = asyncio.Event(), list[object]()
 

@@ -171,7 +171,7 @@ async def test_abandoned_streams_keep_the_cache_until_close(
         assert_scores(decoded(answer), reference([*PROMPT, 12, 77, *DRAFT]).softmax(-1)[-4:], 8)
         assert answer.load.kv_cache_usage > 0
         await taken_over.close()
-        other = await TargetStream(channel, name, epoch=2).score(1, [3])
+        other = await TargetStream(channel, name, epoch=3).score(1, [3])
         assert (other.cached_len, other.load.kv_cache_usage) == (0, 0)
 
 
