@@ -98,7 +98,7 @@ class SessionStarts:
             session = leased.session
         if not _has_shown(session, position):
             await not_lost(take_back(self._store, session_id, position))
-            session = await self._claim(session_id)
+            session = await self._claimed_settled(session_id)  # others may have been shown more than this client
         self._shown.take(session_id)
         return session
 

@@ -108,7 +108,7 @@ class EpochFence:
             self._latest.popitem(last=False)
 
     def end(self, claim: "Claim") -> None:
-        """Record that a session is over: what its owner sent on earlier streams, and comes late, is a former owner's."""
+        """Record that a session is over: what its owner sent on earlier streams and comes late is a former owner's."""
         if self.is_latest(claim):
             self._latest[claim.claimed] = claim.epoch + 1, 0
 

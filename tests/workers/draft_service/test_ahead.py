@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -169,6 +170,15 @@ async def test_drafting_ahead_ends_with_the_context(
     assert read == [CONTEXT_LENGTH - 1, 1], "there is nothing to go on to"
 
 
+async def close_while_drafting_ahead(
+    drafter: ModelDrafter, session: WorkerSession, ask: DraftRequest, drafted: Proposal
+) -> None:
+    """Close a session on another stream than the one that drafts ahead."""
+    drafter.draft_ahead(session, ask, drafted)
+    await asyncio.sleep(0.001)
+    drafter.forget(replace(session))
+
+
 @in_module_loop
 async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder: Path, forwards: Forwards) -> None:
     settings = ModelDrafterSettings(model=str(model_folder), dtype="float32", port=0)
@@ -190,9 +200,7 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
             drafter.draft_ahead(session, ask, drafted.proposal)
             await asyncio.sleep(0.001)
             drafter.abandon(session, is_latest=True)
-        drafter.draft_ahead(first, ask, drafted.proposal)
-        await asyncio.sleep(0.001)
-        drafter.forget(WorkerSession("first", 1, PLAIN, len(PROMPT)))  # closed on another stream
+        await close_while_drafting_ahead(drafter, first, ask, drafted.proposal)
         while engine.load.num_running or engine.load.num_waiting:  # noqa: ASYNC110  # the engine has no event for this
             await asyncio.sleep(0.001)
         assert not engine.load.num_resident
