@@ -28,7 +28,17 @@ from specdec.serving.security.caller import NO_TENANT
 from specdec.types import TokenOrigin
 from specdec.v1 import generation_pb2
 from tests.support.redis_server import running_redis
-from tests.support.toy_coordinator import LENGTH, PROMPT, Chunks, Gate, ToyCoordinator, take_last, tokens_of, until
+from tests.support.toy_coordinator import (
+    LENGTH,
+    PROMPT,
+    Chunks,
+    Gate,
+    ToyCoordinator,
+    read_into,
+    take_last,
+    tokens_of,
+    until,
+)
 
 SESSION, INCARNATION = "s", "0" * 16
 
@@ -321,6 +331,25 @@ async def test_takeover_waits_until_a_broken_store_is_settled(store: Store, monk
     assert not coordinator.toys.scorers
     assert await following == await undisturbed()
     assert store.unbroken_s >= 0.2
+
+
+async def test_a_client_that_heals_a_session_waits_for_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have shown more of it than this client was: that comes first, then new text."""
+    monkeypatch.setattr("coordinator.starting.SETTLED_S", 0.2)
+    owner, other = ToyCoordinator(store), ToyCoordinator(store)
+    shown = await went_back(store, owner)
+    await store.claim(SESSION, owner="whoever had it at that time")
+    store.client._note_break()
+    async with aclosing(follow_from(other, position(shown[:-1]))) as chunks:
+        rest = list[int]()
+        going_on = asyncio.create_task(read_into(rest, chunks))
+        while len(await store_tokens(store)) < len(shown) - 1:
+            await asyncio.sleep(0)
+        assert await heal(store, owner._shown.get(SESSION)) is Healing.HEALED
+        await going_on
+    assert store.unbroken_s >= 0.2
+    assert shown[:-1] + rest == await other.stored(SESSION)
+    assert (await other.stored(SESSION))[: len(shown)] == shown
 
 
 @pytest.mark.parametrize("origins", [[], [1, 1, 1], [1, 77]], ids=["none", "too many", "unknown"])
