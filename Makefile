@@ -23,6 +23,8 @@ FAULTS ?= 60
 CHAOS_ARGS ?=
 # of the random choices of `make fuzz` and `make chaos`
 SEED ?= 1
+# compiled while specdec is installed, where there is a C compiler
+KERNEL := $(wildcard specdec/engine/*.[ch])
 # files, not tests, are spread over processes: a file's servers and models are built once
 PYTEST_ARGS ?= -q -n auto --maxprocesses 4 --dist loadfile
 
@@ -44,7 +46,7 @@ help: ## This list
 
 setup: $(INSTALLED) $(STUBS) redis ## Everything the other targets need, in .venv; a second run does nothing
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+$(INSTALLED): pyproject.toml setup.py constraints.txt $(KERNEL)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "specdec needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
 	    "install one, then: make setup PYTHON=/path/to/python3.12" >&2; exit 1; }

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar
 
-from setuptools import Command, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build import build
 
 ROOT = Path(__file__).parent
@@ -61,5 +61,15 @@ def _with_plugins(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{environment.get('PATH', '')}"}
 
 
+# optional: without a C compiler, specdec is installed without it, and attends through torch's own kernels
+ATTENTION = Extension(
+    "specdec.engine._attention",
+    sources=["specdec/engine/attention_kernel.c"],
+    depends=["specdec/engine/attention_lanes.h"],
+    libraries=["m"],
+    extra_compile_args=["-std=gnu11", "-O2"],
+    optional=True,
+)
+
 build.sub_commands = [("build_protos", None), *build.sub_commands]
-setup(cmdclass={"build_protos": BuildProtos})
+setup(cmdclass={"build_protos": BuildProtos}, ext_modules=[ATTENTION])

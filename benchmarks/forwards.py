@@ -62,7 +62,7 @@ def loaded(name: str, kind: str) -> LanguageModel:
     """Return a model of a kind, DTYPE or DTYPE+QUANTIZATION."""
     dtype, _, quantization = kind.partition("+")
     options: dict[str, Any] = {"quantization": quantization or None, "dtype": dtype}
-    return load_language_model(name, device="cpu", kv_cache_bytes=1 << 28, **options)
+    return load_language_model(name, device="cpu", kv_cache_bytes=1 << 29, **options)
 
 
 def rows(models: Mapping[str, LanguageModel], repetitions: int) -> Iterator[str]:

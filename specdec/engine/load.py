@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from specdec.engine.attention import ATTENTION_NAME, NewBackend, PoolOptions, ShapeProbe, attending
+from specdec.engine.attention import ATTENTION_NAME, AttentionBackend, NewBackend, PoolOptions, ShapeProbe, attending
 from specdec.engine.check import Reference, float32_copy
+from specdec.engine.compiled import CompiledBackend, RowwiseCompiledBackend, has_kernel
 from specdec.engine.decoder import Decoder, PackedRow, TransformersDecoder
 from specdec.engine.errors import CacheFull, ModelRefused, where_raised
 from specdec.engine.fused import FusedDecoder, has_fused_forward
@@ -58,12 +59,20 @@ def load_language_model(
     are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot be loaded or served
     exactly, CacheFull when the bytes are less than one block or cannot be allocated.
     """
-    by_default = RowwiseSdpaBackend if quantization == "int8" else SdpaBackend
+    by_default = _rowwise_backend if quantization == "int8" else _backend
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default)
     model = _load(options, choose_device(device), dtype, layers)
     if quantization:
         quantize(model.decoder, quantization, name_or_path)
     return model
+
+
+def _backend(shapes: Sequence[LayerShape], options: PoolOptions) -> AttentionBackend:
+    return CompiledBackend(shapes, options) if has_kernel(options) else SdpaBackend(shapes, options)
+
+
+def _rowwise_backend(shapes: Sequence[LayerShape], options: PoolOptions) -> AttentionBackend:
+    return RowwiseCompiledBackend(shapes, options) if has_kernel(options) else RowwiseSdpaBackend(shapes, options)
 
 
 def _load(options: _Options, device: torch.device, dtype: str, layers: Sequence[int]) -> LanguageModel:

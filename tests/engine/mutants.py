@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import tempfile
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.engine.attention import Segment
+from specdec.engine.attention import NewBackend, Segment
+from specdec.engine.compiled import ROW_NUMBERS, RowwiseCompiledBackend
 from specdec.engine.contiguous import ContiguousPool
 from specdec.engine.decoder import PackedRow
+from specdec.engine.sdpa import SdpaBackend
 from tests.engine import test_batch_invariance, test_loop, test_loop_trees, test_sequence
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
 from tests.engine.test_sequence import Texts
@@ -44,9 +47,11 @@ def reference(architecture: str) -> ReferenceModel:
     return ReferenceModel(folder(architecture))
 
 
-def trees_of(architecture: str) -> Callable[[], None]:
+def trees_of(architecture: str, new_backend: NewBackend = SdpaBackend) -> Callable[[], None]:
     """Return the comparison of trees with the reference; the self-check at load is skipped."""
-    return lambda: check_tree_rounds(load(folder(architecture), self_check=False), reference(architecture))
+    return lambda: check_tree_rounds(
+        load(folder(architecture), self_check=False, new_backend=new_backend), reference(architecture)
+    )
 
 
 def hidden_states_of(architecture: str) -> Callable[[], None]:
@@ -89,6 +94,21 @@ def parent_only(parents: Sequence[int]) -> Any:
         if parent:
             matrix[node, parent - 1] = True
     return matrix
+
+
+def rows_with(change: Callable[[list[int]], list[int]]) -> Callable[[Original], Any]:
+    """Change the numbers that the kernel gets of each new token: token, first slot, linear, end, path."""
+
+    def replace(original: Original) -> Any:
+        def add(self: Any, segment: Segment, first_token: int, first_slot: int) -> None:
+            begin = len(self.numbers)
+            original(self, segment, first_token, first_slot)
+            for row in range(begin, len(self.numbers), ROW_NUMBERS):
+                self.numbers[row : row + ROW_NUMBERS] = array("q", change(list(self.numbers[row : row + ROW_NUMBERS])))
+
+        return add
+
+    return replace
 
 
 def slots_in_window(self: Any, window: int, first: int, device: torch.device) -> torch.Tensor:
@@ -137,6 +157,24 @@ MUTANTS = [
         "specdec.engine.sdpa.ancestor_matrix",
         lambda _: parent_only,
         trees_of("llama"),
+    ),
+    Mutant(
+        "the kernel lets a node see the slots before its own",
+        "specdec.engine.compiled._Rows.add",
+        rows_with(lambda row: [*row[:2], row[3], row[3], 0]),
+        trees_of("llama", RowwiseCompiledBackend),
+    ),
+    Mutant(
+        "the kernel gives a token one key too few",
+        "specdec.engine.compiled._Rows.add",
+        rows_with(lambda row: [*row[:3], max(1, row[3] - 1), row[4]]),
+        trees_of("gemma2", RowwiseCompiledBackend),
+    ),
+    Mutant(
+        "all nodes take the path of the first",
+        "specdec.engine.compiled._Rows.add",
+        rows_with(lambda row: [*row[:4], 0]),
+        trees_of("llama", RowwiseCompiledBackend),
     ),
     Mutant(
         "positions count slots",

@@ -9,6 +9,7 @@ import torch
 
 from specdec.engine import Feed, LanguageModel
 from specdec.engine.integer import OneDnnProduct
+from specdec.engine.rowwise import RowwiseSdpaBackend
 from tests.engine.test_integer import absent
 from tests.engine.tiny_models import FUSED, load
 from tests.support import architectures
@@ -25,14 +26,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=[*FUSED, "demo"])
+@pytest.fixture(scope="module", params=[*FUSED, "demo", "llama without our kernel", "mistral without our kernel"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     """Return a small model in int8, with room for 40 sessions."""
-    if request.param == "demo":
-        folder = DEMO_TARGET
-    else:
-        folder = architectures.build(request.param, tmp_path_factory.mktemp(request.param))
-    return load(folder, quantization="int8", kv_cache_bytes=64 << 20)
+    name, _, without_kernel = request.param.partition(" without ")
+    folder = DEMO_TARGET if name == "demo" else architectures.build(name, tmp_path_factory.mktemp(name))
+    new_backend = RowwiseSdpaBackend if without_kernel else None
+    return load(folder, quantization="int8", kv_cache_bytes=64 << 20, new_backend=new_backend)
 
 
 def text_of(model: LanguageModel, seed: int, length: int = LENGTH) -> list[int]:

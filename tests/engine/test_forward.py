@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from specdec.engine import CacheFull, EngineError, Feed, LanguageModel, SequenceTooLong
-from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOptions, Segment
+from specdec.engine.attention import AttentionOptions, AttentionPlan, NewBackend, PoolOptions, Segment
+from specdec.engine.compiled import RowwiseCompiledBackend
 from specdec.engine.fused import FusedDecoder
 from specdec.engine.load import BLOCK_TOKENS
 from specdec.engine.pool import LayerShape
@@ -64,9 +65,12 @@ class TestEveryArchitecture:
     def test_trees_match_the_reference(self, name: str, folders: dict[str, Path]) -> None:
         check_tree_rounds(load(folders[name]), ReferenceModel(folders[name]))
 
+    @pytest.mark.parametrize("backend", [RowwiseCompiledBackend, SdpaBackend, RowwiseSdpaBackend])
     @pytest.mark.parametrize("name", architectures.SERVED)
-    def test_attention_token_by_token_matches_the_reference(self, name: str, folders: dict[str, Path]) -> None:
-        model = load(folders[name], new_backend=RowwiseSdpaBackend)
+    def test_other_attention_matches_the_reference(
+        self, name: str, backend: NewBackend, folders: dict[str, Path]
+    ) -> None:
+        model = load(folders[name], new_backend=backend)
         check_pieces(model, ReferenceModel(folders[name]))
         check_tree_rounds(model, ReferenceModel(folders[name]))
 

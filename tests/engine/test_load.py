@@ -14,7 +14,7 @@ from specdec.engine import fused as fused
 from specdec.engine.attention import AttentionOptions
 from specdec.engine.fused import FusedDecoder
 from specdec.engine.pretrained import choose_dtype, looks_like_path
-from specdec.engine.sdpa import Part
+from specdec.engine.sdpa import Part, SdpaBackend
 from tests.engine.scenarios import check_tree_rounds
 from tests.engine.tiny_models import FUSED, KV_CACHE_BYTES, ReferenceModel, load
 from tests.support import architectures
@@ -75,7 +75,7 @@ class TestSelfCheck:
     def test_missing_mask_is_refused(self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Part, "mask", lambda *arguments: None)
         with pytest.raises(ModelRefused, match="other logits"):
-            load(folder, dtype=dtype)
+            load(folder, dtype=dtype, new_backend=SdpaBackend)
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_slightly_wrong_scaling_is_refused(self, folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ class TestSelfCheck:
 
     def test_self_check_can_be_skipped(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Part, "mask", lambda *arguments: None)
-        assert load(folder, self_check=False).num_layers == 3
+        assert load(folder, self_check=False, new_backend=SdpaBackend).num_layers == 3
 
     def test_self_check_leaves_the_cache_empty(self, model: LanguageModel) -> None:
         assert (model.cache.usage, model.cache.sequences) == (0.0, [])

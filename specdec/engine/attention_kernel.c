@@ -1,0 +1,145 @@
+// Attention of the new tokens of many sequences, in one call a layer.
+//
+// A token's sums run over the positions of its own text, in blocks of BLOCK that begin at its first position, whatever
+// else is in the call: its bits depend on its text alone. Softmax is computed block by block (Milakov and Gimelshein
+// 2018, algorithm 3; Dao et al. 2022). All sums are float32.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define BLOCK 64
+#define MAX_ROWS 8     // that go through a block of keys together
+#define LEAST -1e30f   // a score that weighs nothing
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+#define LIST(...) __VA_ARGS__
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (INTS){__VA_ARGS__})
+#endif
+
+// One layer's attention; sizes and strides in numbers, not in bytes.
+typedef struct {
+    const void *query;     // [tokens, heads, key_size], tokens query_stride apart
+    const void *keys;      // [slots, kv_heads, key_size]
+    const void *values;    // [slots, kv_heads, value_size]
+    void *output;          // [tokens, heads, value_size]
+    const float *sinks;    // [heads], or NULL
+    const int64_t *slots;  // of the trees' paths
+    int64_t query_stride, num_heads, num_kv_heads, key_size, value_size;
+    int64_t window;        // a token sees so many positions, its own included; 0: all
+    float scaling, softcap;  // softcap 0: none
+    int64_t is_bf16;       // else float32
+    int64_t lanes;         // of a vector, one that specdec_lanes gives or fewer: 16, 8 or 4
+} Attention;
+
+// One new token, which sees positions 0 to end - 1 of its text. The first num_linear lie in a row from first_slot on, the
+// others in slots[path], slots[path + 1], ...
+typedef struct {
+    int64_t token, first_slot, num_linear, end, path;
+} Row;
+
+// One query head between two blocks: the largest score yet, and the sum of the weights relative to e^most.
+typedef struct {
+    float most, total;
+} State;
+
+static ALWAYS_INLINE int64_t slot_of(const Attention *all, const Row *row, int64_t position)
+{
+    return position < row->num_linear ? row->first_slot + position : all->slots[row->path + position - row->num_linear];
+}
+
+// Return the first position that a row sees.
+static ALWAYS_INLINE int64_t first_seen(const Attention *all, const Row *row)
+{
+    return all->window && row->end > all->window ? row->end - all->window : 0;
+}
+
+// Return how many rows, from the first on, are neighbours in one text, none of them in a tree.
+static int num_neighbours(const Row *rows, int64_t num_rows)
+{
+    int count = 1;
+    while (count < num_rows && count < MAX_ROWS && rows[count].first_slot == rows[0].first_slot
+           && rows[count - 1].num_linear == rows[count - 1].end && rows[count].num_linear == rows[count].end
+           && rows[count].end == rows[count - 1].end + 1)
+        count++;
+    return count;
+}
+
+static ALWAYS_INLINE void write(void *output, int64_t index, float number, const int is_bf16)
+{
+    if (!is_bf16) {
+        ((float *)output)[index] = number;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    if (number != number)
+        bits |= 1u << 16;  // rounding must not make a NaN infinite
+    else
+        bits += 0x7fffu + (bits >> 16 & 1);
+    ((uint16_t *)output)[index] = (uint16_t)(bits >> 16);
+}
+
+#if defined(__x86_64__) && !defined(__clang__)
+#define HAS_VERSIONS
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+#define LANES 16
+
+#define NAME(x) x##_16
+#include "attention_lanes.h"
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v3")
+#define LANES 8
+#define NAME(x) x##_8
+#include "attention_lanes.h"
+#pragma GCC pop_options
+#endif
+#define LANES 4
+#define NAME(x) x##_4
+#include "attention_lanes.h"
+
+// Return how many bytes `attend` needs beside its arguments.
+int64_t specdec_room(const Attention *all)
+{
+    const int64_t padded = (all->key_size + 15) / 16 * 16 + (all->value_size + 15) / 16 * 16;
+    return (int64_t)sizeof(float) * (MAX_ROWS * all->num_heads * (padded + 2) + BLOCK * padded);
+}
+
+// Return how many floats this processor's vectors have, of those that `attend` is built for.
+int64_t specdec_lanes(void)
+{
+#ifdef HAS_VERSIONS
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
+        && __builtin_cpu_supports("avx512dq"))
+        return 16;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return 8;
+#endif
+    return 4;
+}
+
+// Attend for some rows. `room` has specdec_room bytes.
+void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room)
+{
+#ifdef HAS_VERSIONS
+    if (all->lanes == 16)
+        attend_16(all, rows, num_rows, room);
+    else if (all->lanes == 8)
+        attend_8(all, rows, num_rows, room);
+    else
+#endif
+        attend_4(all, rows, num_rows, room);
+}
+
+// Copy the new tokens' keys or values to their slots, `num_bytes` each; tokens lie `stride` bytes apart.
+void specdec_store(char *slots, const char *tokens, int64_t stride, const int64_t *places, int64_t count, int64_t num_bytes)
+{
+    for (int64_t index = 0; index < count; index++)
+        memcpy(slots + places[index] * num_bytes, tokens + index * stride, (size_t)num_bytes);
+}

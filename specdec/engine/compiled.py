@@ -1,0 +1,236 @@
+"""The attention backend for CPUs with a kernel of our own: one call a layer for the new tokens of all sequences.
+
+torch's kernel takes sequences of one length, so that many sessions cost many calls. Ours (`attention_kernel.c`) takes
+each new token with its own text, a tree's with its own path, and computes a token's sums in an order that nothing else
+in the batch changes. It is built when specdec is installed, where there is a C compiler; `sdpa.py` serves where not.
+"""
+
+import ctypes
+import importlib.util
+import sys
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import ClassVar
+
+import torch
+
+from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOptions, Segment
+from specdec.engine.contiguous import ContiguousPool, LayerPool
+from specdec.engine.pool import LayerShape
+from specdec.engine.sdpa import Part
+
+EXTENSION = "specdec.engine._attention"  # built by setup.py
+DTYPES = (torch.float32, torch.bfloat16)
+MAX_TOKENS = 8  # of one sequence; more are a prompt's, which torch's kernel takes together, and faster
+MIN_SHARED_NUMBERS = 2_000_000  # of keys and values that a forward reads; fewer are not worth a second thread
+ROW_NUMBERS = 5  # of the C struct `Row`: token, first_slot, num_linear, end, path
+
+_POINTER = ctypes.c_void_p
+
+
+class _Attention(ctypes.Structure):
+    """The C struct `Attention`."""
+
+    _fields_: ClassVar = (
+        *((name, _POINTER) for name in ("query", "keys", "values", "output", "sinks", "slots")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "num_heads", "num_kv_heads", "key_size", "value_size")),
+        ("window", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("is_bf16", ctypes.c_int64),
+        ("lanes", ctypes.c_int64),
+    )
+
+
+@cache
+def kernel() -> ctypes.CDLL | None:
+    """Return the compiled kernel, or None where specdec was installed without a C compiler."""
+    spec = importlib.util.find_spec(EXTENSION)
+    if spec is None or spec.origin is None:
+        return None
+    library, number = ctypes.CDLL(spec.origin), ctypes.c_int64
+    library.specdec_lanes.restype = library.specdec_room.restype = number
+    library.specdec_attend.restype = library.specdec_store.restype = None
+    library.specdec_room.argtypes = [_POINTER]
+    library.specdec_attend.argtypes = [_POINTER, _POINTER, number, _POINTER]
+    library.specdec_store.argtypes = [_POINTER, _POINTER, number, _POINTER, number, number]
+    return library
+
+
+@cache
+def num_lanes() -> int:
+    """Return how many floats the kernel's vectors have on this processor."""
+    library = kernel()
+    return int(library.specdec_lanes()) if library else 0
+
+
+def has_kernel(options: PoolOptions) -> bool:
+    """Return whether the kernel is there, and can attend to a pool like this."""
+    return options.device.type == "cpu" and options.dtype in DTYPES and kernel() is not None
+
+
+class CompiledBackend:
+    """Attends to a `ContiguousPool` through the kernel; an `AttentionBackend`."""
+
+    is_rowwise = False
+
+    def __init__(self, shapes: Sequence[LayerShape], options: PoolOptions) -> None:
+        self.pool = ContiguousPool(
+            shapes,
+            num_bytes=options.num_bytes,
+            block_tokens=options.block_tokens,
+            dtype=options.dtype,
+            device=options.device,
+        )
+        self._threads = _Threads()
+
+    def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
+        """See `AttentionBackend`."""
+        return _CompiledPlan(segments, self.pool, self._threads, sys.maxsize if self.is_rowwise else MAX_TOKENS)
+
+
+class RowwiseCompiledBackend(CompiledBackend):
+    """As its base, also for prompts: the bits of a token's attention depend on its own text alone."""
+
+    is_rowwise = True
+
+
+class _Threads:
+    """Runs the kernel on as many threads as torch uses, each with room of its own."""
+
+    def __init__(self) -> None:
+        self._others = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attention")  # they start when needed
+        self._rooms: list[torch.Tensor] = []
+
+    def attend(self, attention: _Attention, rows: "_Rows") -> None:
+        """Attend for all rows."""
+        library = kernel()
+        assert library is not None, "checked by has_kernel"
+        address = ctypes.addressof(attention)
+        num_bytes = library.specdec_room(address)
+        row_numbers = attention.num_kv_heads * (attention.key_size + attention.value_size)
+        pieces = rows.pieces(row_numbers)
+        while len(self._rooms) < len(pieces) or self._rooms[0].nbytes < num_bytes:
+            self._rooms = [torch.empty(num_bytes, dtype=torch.uint8) for _ in pieces]
+        calls = [
+            (address, rows.address + first * ROW_NUMBERS * rows.numbers.itemsize, count, room.data_ptr())
+            for (first, count), room in zip(pieces, self._rooms, strict=False)
+        ]
+        others = [self._others.submit(library.specdec_attend, *call) for call in calls[1:]]
+        library.specdec_attend(*calls[0])
+        for other in others:
+            other.result()
+
+
+class _Rows:
+    """The new tokens that the kernel attends for."""
+
+    def __init__(self) -> None:
+        self.numbers = array("q")  # ROW_NUMBERS each
+        self.paths = array("q")  # the slots of a tree's nodes, from its root to each of them
+        self._pieces: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def address(self) -> int:
+        """Where the rows lie."""
+        return self.numbers.buffer_info()[0]
+
+    def add(self, segment: Segment, first_token: int, first_slot: int) -> None:
+        """Add a sequence's new tokens."""
+        num_chained = segment.num_tokens - len(segment.parents)
+        for token, position in enumerate(range(segment.past, segment.past + num_chained), first_token):
+            self.numbers.extend((token, first_slot, position + 1, position + 1, 0))
+        paths: list[list[int]] = [[]]  # of the root, which the text before the tree ends with, then of each node
+        for node, parent in enumerate(segment.parents):
+            path = [*paths[parent], first_slot + segment.tree_start + node]
+            paths.append(path)
+            token, end = first_token + num_chained + node, segment.tree_start + len(path)
+            self.numbers.extend((token, first_slot, segment.tree_start, end, len(self.paths)))
+            self.paths.extend(path)
+
+    def pieces(self, row_numbers: int) -> list[tuple[int, int]]:
+        """Divide the rows among torch's threads: first row and count of each piece; `row_numbers` a visible token."""
+        if row_numbers not in self._pieces:
+            self._pieces[row_numbers] = self._divided(row_numbers)
+        return self._pieces[row_numbers]
+
+    def _divided(self, row_numbers: int) -> list[tuple[int, int]]:
+        count = len(self.numbers) // ROW_NUMBERS
+        read = list(accumulate(self.numbers[3::ROW_NUMBERS], initial=0))  # visible tokens of the rows before each
+        num_pieces = min(torch.get_num_threads(), count)
+        if num_pieces < 2 or read[-1] * row_numbers < MIN_SHARED_NUMBERS:
+            return [(0, count)]
+        bounds = [bisect_left(read, read[-1] * number / num_pieces) for number in range(num_pieces)]
+        return [(first, end - first) for first, end in pairwise([*bounds, count]) if end > first]
+
+
+class _CompiledPlan:
+    """The attention of one forward."""
+
+    def __init__(self, segments: Sequence[Segment], pool: ContiguousPool, threads: _Threads, max_tokens: int) -> None:
+        """A sequence with more than `max_tokens` new tokens goes through torch's kernel."""
+        self._layers, self._threads = iter(pool.layers), threads
+        self._rows, self._slots = _Rows(), array("q")
+        self._prompts: list[tuple[slice, Part]] = []
+        for segment in segments:
+            first_token, first_slot = len(self._slots), pool.first_slot(segment.key)
+            self._slots.extend(range(first_slot + segment.past, first_slot + segment.total))
+            if segment.num_tokens > max_tokens:
+                self._prompts.append((slice(first_token, len(self._slots)), Part(segment, first_slot)))
+            else:
+                self._rows.add(segment, first_token, first_slot)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`."""
+        layer = next(self._layers)
+        self._store(layer.keys, key)
+        self._store(layer.values, value)
+        output = query.new_empty(*query.shape[:2], value.shape[2], dtype=layer.values.dtype)
+        if self._rows.numbers:
+            self._attend(query, layer, output, options)
+        for tokens, part in self._prompts:
+            output[tokens] = part.attend(layer, query[tokens], options)
+        return output.to(query.dtype)
+
+    def _store(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Copy the new tokens' keys or values to their slots."""
+        tokens, library = _with_whole_tokens(tokens, slots.dtype), kernel()
+        assert library is not None, "checked by has_kernel"
+        stride, num_bytes = tokens.stride(0) * tokens.itemsize, slots.stride(0) * slots.itemsize
+        places = self._slots.buffer_info()[0]
+        library.specdec_store(slots.data_ptr(), tokens.data_ptr(), stride, places, len(self._slots), num_bytes)
+
+    def _attend(self, query: torch.Tensor, layer: LayerPool, output: torch.Tensor, options: AttentionOptions) -> None:
+        query = _with_whole_tokens(query, layer.keys.dtype)
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        attention = _Attention(
+            query=query.data_ptr(),
+            keys=layer.keys.data_ptr(),
+            values=layer.values.data_ptr(),
+            output=output.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
+            slots=self._rows.paths.buffer_info()[0],
+            query_stride=query.stride(0),
+            num_heads=query.shape[1],
+            num_kv_heads=layer.keys.shape[1],
+            key_size=query.shape[2],
+            value_size=output.shape[2],
+            window=options.window or 0,
+            scaling=options.scaling,
+            softcap=options.softcap or 0.0,
+            is_bf16=layer.keys.dtype == torch.bfloat16,
+            lanes=num_lanes(),
+        )
+        self._threads.attend(attention, self._rows)
+
+
+def _with_whole_tokens(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return [tokens, heads, size] in a type, in which a token's numbers lie side by side."""
+    tensor = tensor.to(dtype)
+    return tensor if tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
