@@ -166,7 +166,7 @@ class SessionDrafter:
     ) -> Proposal:
         observed = codec.observations_to_proto(observations) if observations else None
 
-        def message(start: int, tokens: Sequence[int], prefix_digest: bytes) -> draft_pb2.ProposeRequest:
+        def message(start: int, tokens: Sequence[int], prefix_digest: bytes, number: int) -> draft_pb2.ProposeRequest:
             propose = draft_pb2.Propose(
                 start=start,
                 tokens=tokens,
@@ -175,6 +175,7 @@ class SessionDrafter:
                 observations=observed,
                 stop_below=stop_below,
                 trace_context=spans.current().context(),
+                round=number,
             )
             return draft_pb2.ProposeRequest(propose=propose)
 

@@ -79,12 +79,13 @@ class Reply(Protocol):
     """What the answers of both workers have."""
 
     cached_len: int
+    round: int
 
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
 
-Message = Callable[[int, Sequence[int], bytes], Any]
-"""Makes a round's message of `start`, the committed tokens from there on, and the digest of those before."""
+Message = Callable[[int, Sequence[int], bytes, int], Any]
+"""Makes a round's message of `start`, the committed tokens from there on, the digest of those before, and a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         self._lost: Worker[DescriptionT] | None = None  # the worker of the last one
         self._holders: dict[str, Worker[DescriptionT]] = {}  # that may hold something of the session, by address
         self._held = 0  # of the committed tokens, how many this stream's worker has
+        self._number = 0  # of the last message that asked for an answer
         self.num_fed = 0  # committed tokens that the worker was sent with the last question
 
     @property
@@ -206,7 +208,9 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
             start = min(self._held, len(committed) - 1)
             self.num_fed = len(committed) - start
             spans.current().set(worker=self._address, num_fed=self.num_fed)
-            await self._stream.write(message(start, committed[start:], self._session.prefix_digest(start)))
+            self._number += 1
+            digest = self._session.prefix_digest(start)
+            await self._stream.write(message(start, committed[start:], digest, self._number))
             reply = await self._answer(timer, limit_s)
             if reply.cached_len >= start:
                 self._held = min(reply.cached_len, len(committed))
@@ -230,6 +234,8 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
                 raise asyncio.InvalidStateError("the worker ended the stream")
             if reply is None:
                 raise UnavailableError("a worker's answer is not a valid message")
+            if reply.round != self._number:
+                raise UnavailableError(f"a worker answered round {reply.round} where {self._number} was asked")
             if not self._in_progress(reply):
                 return reply  # type: ignore[no-any-return]
             if not timer.expired():

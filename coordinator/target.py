@@ -199,9 +199,9 @@ class SessionScorer:
         return error
 
     async def _score(self, committed: Sequence[int], proposal: Proposal, observes: bool) -> Scored:
-        def message(start: int, tokens: Sequence[int], prefix_digest: bytes) -> target_pb2.ScoreRequest:
+        def message(start: int, tokens: Sequence[int], prefix_digest: bytes, number: int) -> target_pb2.ScoreRequest:
             score = codec.score_to_proto(start, tokens, proposal, observes)
-            score.prefix_digest = prefix_digest
+            score.prefix_digest, score.round = prefix_digest, number
             score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -248,9 +249,10 @@ async def _answer_rounds(
             answering.set_session(rounds.session.session_id)
             async with claim.turn:
                 claim.check()
-                answer = await _answered(rounds, rounds.answer(message, is_first=stream.num_rounds == 0), write)
+                send = partial(_send, write, message.round)
+                answer = await _answered(rounds, rounds.answer(message, is_first=stream.num_rounds == 0), send)
             answering.add_times(answer)
-        await write(answer)
+        await send(answer)
         stream.num_rounds += 1
         claim.check()  # a write to a coordinator that hangs may outlast its ownership
         rounds.answered()
@@ -259,15 +261,21 @@ async def _answer_rounds(
         rounds.forget()
 
 
+async def _send(write: Callable[[Message], Awaitable[None]], number: int, answer: Any) -> None:
+    """Write an answer with the number of the round that it belongs to."""
+    answer.round = number
+    await write(answer)
+
+
 async def _answered(
-    rounds: SessionRounds, answer: Coroutine[Any, Any, Message], write: Callable[[Message], Awaitable[None]]
+    rounds: SessionRounds, answer: Coroutine[Any, Any, Message], send: Callable[[Message], Awaitable[None]]
 ) -> Message:
     """Return the answer; until then tell the coordinator every few seconds that there will be one."""
     answering = asyncio.ensure_future(answer)
     try:
         while not (await asyncio.wait([answering], timeout=IN_PROGRESS_S))[0]:
             if (message := rounds.in_progress()) is not None:
-                await write(message)
+                await send(message)
         return answering.result()
     finally:
         if not answering.done():

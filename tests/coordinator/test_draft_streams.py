@@ -51,6 +51,7 @@ class Drafts(draft_pb2_grpc.DraftServiceServicer):
                 raise InternalError
             reply = codec.proposal_to_proto(Proposal((7,), (one_hot(7),)))
             reply.cached_len = request.propose.start + len(request.propose.tokens)
+            reply.round = request.propose.round
             await context.write(reply)
 
 

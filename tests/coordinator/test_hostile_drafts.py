@@ -44,7 +44,7 @@ def answer(tokens: Any = (1,), sizes: Any = (2,), ids: Any = (1, 2), probs: Any 
         distributions = types_pb2.SparseDistributions(
             sizes=packed(sizes, "<u4"), token_ids=packed(ids, "<u4"), probs=packed(probs, "<f4")
         )
-        given = {"tokens": tokens, "distributions": distributions, "cached_len": held} | fields
+        given = {"tokens": tokens, "distributions": distributions, "cached_len": held, "round": propose.round} | fields
         return draft_pb2.ProposeResponse(**given).SerializeToString()
 
     return reply

@@ -73,12 +73,16 @@ class Forgetful:
 
     replies: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 5000), (0.0, 0), (0.3, 5001)])
 
-    async def write(self, message: object) -> None: ...
+    asked: int = 0
+
+    async def write(self, message: object) -> None:
+        if isinstance(message, int):
+            self.asked = message
 
     async def read(self) -> SimpleNamespace:
         pause_s, cached_len = self.replies.pop(0)
         await asyncio.sleep(pause_s)
-        return SimpleNamespace(cached_len=cached_len)
+        return SimpleNamespace(cached_len=cached_len, round=self.asked)
 
     def cancel(self) -> None: ...
 
@@ -100,5 +104,5 @@ async def test_a_text_that_is_read_again_has_the_time_of_its_length() -> None:
     )
     text = list(range(5000))
     for committed in (text, [*text, 1]):
-        reply = await stream.ask(committed, lambda start, tokens, digest: (start, tokens))
+        reply = await stream.ask(committed, lambda start, tokens, digest, number: number)
         assert reply.cached_len == len(committed)

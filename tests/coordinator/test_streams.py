@@ -69,7 +69,7 @@ def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> tar
     """Answer a plain round with token 7."""
     held = score.start + len(score.tokens) if cached_len is None else cached_len
     mass, token = np.array([1.0], "<f4").tobytes(), np.array([7], "<u4").tobytes()
-    return target_pb2.ScoreResponse(tail_mass=mass, tail_tokens=token, cached_len=held)
+    return target_pb2.ScoreResponse(tail_mass=mass, tail_tokens=token, cached_len=held, round=score.round)
 
 
 @asynccontextmanager
@@ -121,7 +121,8 @@ async def answer_late(requests: Any, context: Any) -> None:
         if request.HasField("score"):
             load = types_pb2.Load(num_without_place=3, num_resident=1)
             for _ in range(10):
-                await context.write(target_pb2.ScoreResponse(in_progress=True, load=load))
+                answer = target_pb2.ScoreResponse(in_progress=True, load=load, round=request.score.round)
+                await context.write(answer)
                 await asyncio.sleep(0.05)
             await context.write(well_answered(request.score))
 
@@ -130,9 +131,9 @@ async def answer_nonsense(requests: Any, context: Any) -> None:
     """Answer with a tail that is no probability."""
     async for request in requests:
         if request.HasField("score"):
-            await context.write(
-                target_pb2.ScoreResponse(tail_mass=b"\0\0\xc0\x7f", tail_tokens=b"\0\0\0\0", cached_len=9)
-            )
+            answer = well_answered(request.score, cached_len=9)
+            answer.tail_mass = b"\0\0\xc0\x7f"
+            await context.write(answer)
 
 
 async def hang_at_the_end(requests: Any, context: Any) -> None:
@@ -243,6 +244,27 @@ async def test_an_evicted_worker_is_sent_more() -> None:
         for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 7]):
             await scorer.score(committed, Proposal())
     assert servicer.num_streams == 1
+
+
+async def garble_a_sign_of_life(requests: Any, context: Any) -> None:
+    """Let a message that says that the round is in progress arrive empty: it looks like an answer that holds nothing."""
+    async for request in requests:
+        if request.HasField("score"):
+            if request.score.start == 2:
+                await context.write(target_pb2.ScoreResponse())
+            answer = well_answered(request.score)
+            answer.tail_tokens = np.array([len(request.score.tokens) + request.score.start], "<u4").tobytes()
+            await context.write(answer)
+
+
+async def test_an_answer_to_another_round_is_none() -> None:
+    """Whoever repeats a round on the same stream may read the answer of the first as that of the second."""
+    servicer = Scripted(garble_a_sign_of_life)
+    async with served(servicer, Scripted(garble_a_sign_of_life)) as workers:
+        scorer = workers.open(SESSION, 10)
+        for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 7]):
+            scored = await scorer.score(committed, Proposal())
+            assert scored.scores.positions[0].tail_token == len(committed)
 
 
 async def always_hold_less(requests: Any, context: Any) -> None:
