@@ -247,7 +247,7 @@ async def test_an_evicted_worker_is_sent_more() -> None:
 
 
 async def garble_a_sign_of_life(requests: Any, context: Any) -> None:
-    """Let a message that says that the round is in progress arrive empty: it looks like an answer that holds nothing."""
+    """Let a message that says that the round is in progress arrive empty, like an answer that holds nothing."""
     async for request in requests:
         if request.HasField("score"):
             if request.score.start == 2:
