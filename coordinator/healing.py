@@ -1,8 +1,9 @@
 """What a coordinator does when the store has less than clients were shown, or other text: it went back in time.
 
 What was shown is not taken back. A coordinator that ran the session, or a client that hands its tokens back, brings
-the store up to date where the text goes on from what the store has. Where it does not, two texts were shown under one
-name: the session is lost, and nobody is shown more of it.
+the store up to date where the text goes on from what the store has. Then nobody runs the session for some seconds:
+others may have been shown more of it, and bring that. Where the text does not go on from what the store has, two texts
+were shown under one name: the session is lost, and nobody is shown more of it.
 """
 
 from collections.abc import Awaitable
@@ -17,6 +18,7 @@ from specdec.errors import DataLossError, FencedError, SpecdecError, Unavailable
 from specdec.exact.prefix import chain
 from specdec.serving.telemetry import get_logger
 
+SETTLED_S = 3.0  # after a store may have gone back, until every coordinator has compared what it has shown
 MAX_ATTEMPTS = 4  # against others that change the session meanwhile
 
 
@@ -77,7 +79,7 @@ async def heal(store: SessionStore, shown: SessionRecord) -> Healing:
                 return Healing.REPLACED
             await store.lose(shown.session_id)
             return _noted(shown, Healing.LOST)
-        if await store.restore(_above(shown, stored), stored):
+        if await store.restore(_above(shown, stored), stored, SETTLED_S):
             return _noted(shown, Healing.HEALED)
     raise UnavailableError("others are changing the session; resume it")
 
@@ -96,7 +98,7 @@ async def take_back(store: SessionStore, session_id: str, shown: Position) -> He
         if stored.has_logprobs or not shown.goes_on_from(stored):  # clients hand back no log probabilities
             await store.lose(session_id)
             return _noted(stored, Healing.LOST)
-        if await store.restore(shown.appended_to(stored), stored):
+        if await store.restore(shown.appended_to(stored), stored, SETTLED_S):
             return _noted(stored, Healing.HEALED)
     raise UnavailableError("others are changing the session; resume it")
 

@@ -3,8 +3,8 @@
 -- meta has three fields: `owner`, the name of the coordinator that claimed the session last; `leased_at`, when its lease
 -- was renewed last (ms, by this server's clock); `lease`, how long it lasts then (ms). Claims, commits and heartbeats
 -- renew it, `release` ends it. While it lasts, a claim of another coordinator gets the session to read, not to run: it
--- tails the log. The lease is for liveness alone. What fences is the epoch: an owner whose lease has lapsed goes on
--- until another one has claimed.
+-- tails the log. `restore` makes one without an owner, for all of them to wait. The lease is for liveness alone. What
+-- fences is the epoch: an owner whose lease has lapsed goes on until another one has claimed.
 
 local function now_ms()
   local time = redis.call('TIME')

@@ -244,8 +244,11 @@ class SessionStore:
             raise lost()
         return Status(status.decode())
 
-    async def restore(self, session: SessionRecord, over: SessionRecord | None) -> bool:
-        """Store a session as it was shown; return whether the store still had `over`, so that it was done."""
+    async def restore(self, session: SessionRecord, over: SessionRecord | None, rest_s: float = 0.0) -> bool:
+        """Store a session as it was shown; return whether the store still had `over`, so that it was done.
+
+        Nobody may run it for `rest_s` seconds: a claim raises LeasedElsewhere.
+        """
         expected = [over.epoch, len(over.prompt) + len(over.emitted), over.digest] if over else ["", "", ""]
         arguments = [
             *expected,
@@ -253,6 +256,7 @@ class SessionStore:
             pack_tokens([*session.prompt, *session.tokens]),
             bytes(entry.origin.value for entry in session.emitted),
             packed_logprobs(session.emitted),
+            int(rest_s * 1000),
             "fingerprint",
             session.fingerprint,
             *fields_of(session),

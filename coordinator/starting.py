@@ -5,7 +5,7 @@ import asyncio
 from coordinator import metrics, requests
 from coordinator.followed import FollowedGeneration
 from coordinator.generation import Generation
-from coordinator.healing import BEGINNING, Position, heal, not_lost, take_back
+from coordinator.healing import BEGINNING, SETTLED_S, Position, heal, not_lost, take_back
 from coordinator.prompts import Prompts
 from coordinator.running import RunningGeneration
 from coordinator.session_record import SessionRecord, Status
@@ -21,7 +21,6 @@ from specdec.outside import Outside
 from specdec.serving.tracing import spans
 from specdec.types import DetachedPolicy, ModelInfo, SamplingParams
 
-SETTLED_S = 3.0  # after a call to the store has failed, until every coordinator has compared what it has shown
 INLINE_TOKENS = 256  # of a completion that is replayed at once, in some milliseconds
 NAME_BITS = 64
 

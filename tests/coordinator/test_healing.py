@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from tests.support.toy_coordinator import (
 )
 
 SESSION, INCARNATION = "s", "0" * 16
+SETTLED_S = 0.2
 
 
 class Store(SessionStore):
@@ -68,6 +69,12 @@ async def store() -> AsyncIterator[Store]:
     made = Store()
     yield made
     await made.close()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("healing", "starting"):
+        monkeypatch.setattr(f"coordinator.{module}.SETTLED_S", SETTLED_S)
 
 
 async def undisturbed() -> list[int]:
@@ -190,7 +197,7 @@ async def test_epoch_of_a_healed_session_is_above_all(store: Store) -> None:
     shown = replace(await store.claim(SESSION), epoch=7)
     await store.go_back(snapshot)
     assert await heal(store, shown) is Healing.HEALED
-    assert (await store.claim(SESSION)).epoch == 9
+    assert (await store.read(SESSION)).epoch == 8
     assert await heal(store, shown) is Healing.CURRENT
 
 
@@ -321,8 +328,7 @@ def test_proofs_are_of_one_text_of_one_session() -> None:
     assert SessionIds(b"x" * SECRET_BYTES).proved(session, 5, b"d" * 16, proof) is None
 
 
-async def test_takeover_waits_until_a_broken_store_is_settled(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.starting.SETTLED_S", 0.2)
+async def test_takeover_waits_until_a_broken_store_is_settled(store: Store) -> None:
     coordinator = ToyCoordinator(store)
     await coordinator.create(SESSION)
     store.client._note_break()
@@ -330,12 +336,11 @@ async def test_takeover_waits_until_a_broken_store_is_settled(store: Store, monk
     await until(lambda: bool(len(coordinator.running)))
     assert not coordinator.toys.scorers
     assert await following == await undisturbed()
-    assert store.unbroken_s >= 0.2
+    assert store.unbroken_s >= SETTLED_S
 
 
-async def test_a_client_that_heals_a_session_waits_for_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_heals_a_session_waits_for_others(store: Store) -> None:
     """They may have shown more of it than this client was: that comes first, then new text."""
-    monkeypatch.setattr("coordinator.starting.SETTLED_S", 0.2)
     owner, other = ToyCoordinator(store), ToyCoordinator(store)
     shown = await went_back(store, owner)
     await store.claim(SESSION, owner="whoever had it at that time")
@@ -349,9 +354,35 @@ async def test_a_client_that_heals_a_session_waits_for_others(store: Store, monk
         assert known
         assert await heal(store, known) is Healing.HEALED
         await going_on
-    assert store.unbroken_s >= 0.2
+    assert store.unbroken_s >= SETTLED_S
     assert shown[:-1] + rest == await other.stored(SESSION)
     assert (await other.stored(SESSION))[: len(shown)] == shown
+
+
+@pytest.mark.parametrize("is_followed", [False, True], ids=["at rest", "running elsewhere"])
+async def test_healed_session_rests_at_coordinators_that_just_started(store: Store, is_followed: bool) -> None:
+    """They have seen no connection break, and nobody but clients knows what was shown."""
+    shown = await went_back(store, ToyCoordinator(store))
+    first, second, third = (ToyCoordinator(store) for _ in range(3))
+    first.toys.before = Gate(4)
+    async with AsyncExitStack() as followers:
+        if is_followed:
+            behind = await followers.enter_async_context(aclosing(first.follow(SESSION, 0, b"")))
+            await take_last(behind, 4)
+        first.toys.before = Gate()
+        parts = {coordinator: list[int]() for coordinator in (first, second, third)}
+        tasks = list[asyncio.Task[None]]()
+        for coordinator, offset in ((first, len(shown) - 1), (second, 4), (third, len(shown))):
+            chunks = await followers.enter_async_context(aclosing(follow_from(coordinator, position(shown[:offset]))))
+            tasks.append(asyncio.create_task(read_into(parts[coordinator], chunks)))
+            while len(await store_tokens(store)) < offset:  # noqa: ASYNC110  # a store sends no events
+                await asyncio.sleep(0)
+            await asyncio.sleep(SETTLED_S / 4)
+        assert await store_tokens(store) == shown, "nobody has gone on"
+        await asyncio.gather(*tasks)
+    text = await third.stored(SESSION)
+    assert text[: len(shown)] == shown
+    assert [text[-len(rest) :] for rest in parts.values()] == [*parts.values()]
 
 
 @pytest.mark.parametrize("origins", [[], [1, 1, 1], [1, 77]], ids=["none", "too many", "unknown"])

@@ -53,27 +53,31 @@ class Client:
 
     async def run(self) -> None:
         """Follow the session to its end, or to an error."""
-        await Process(self.name).spawn(self._run(), name=self.name)
+        process = Process(self.name)
+        process.on_death.append(self.ledger.died)
+        await process.spawn(self._run(process), name=self.name)
+        process.kill()  # it is gone for good
 
-    async def _run(self) -> None:
+    async def _run(self, process: Process) -> None:
         await asyncio.sleep(self.begin_s)
         try:
             for num_chunks, pause_s in self.visits:
-                await self._visit(num_chunks)
+                await self._visit(process, num_chunks)
                 await self._cancel()
                 self.ledger.trace.note(self.name, f"leaves at {self.seen.end}")
                 await asyncio.sleep(pause_s)
-            await self._visit(None)
+            await self._visit(process, None)
             self.ledger.endings["finished"] += 1
         except SpecdecError as error:
             self.ledger.failed(self.wanted.store.name, self.name, self.wanted.session_id, error)
 
-    async def _visit(self, num_chunks: int | None) -> None:
+    async def _visit(self, process: Process, num_chunks: int | None) -> None:
         """Follow until so many chunks have come, or to the end."""
-        chunks = self._connection().follow(self.wanted.request, self.seen, TIMEOUT_S)
+        channel: Any = self.cluster.network.channel(self.wanted.address)
+        chunks = self._connection(channel).follow(self.wanted.request, self.seen, TIMEOUT_S)
         async with aclosing(chunks):
             async for chunk in chunks:
-                self.ledger.observed(self.wanted.store.name, self.name, chunk)
+                self.ledger.observed(self.wanted.store.name, process, channel.server, chunk)
                 if chunk.finish and chunk.finish.reason is not FinishReason.CANCELLED:
                     self._check_length(chunk.offset + len(chunk.tokens))
                 num_chunks = num_chunks - 1 if num_chunks is not None else None
@@ -88,13 +92,13 @@ class Client:
         if self.cancels and self.seen.session_id:
             self.ledger.trace.note(self.name, "cancels")
             request = generation_pb2.CancelSessionRequest(session_id=self.seen.session_id)
-            await self._connection().ask(lambda stub: stub.CancelSession, request, TIMEOUT_S)
+            channel = self.cluster.network.channel(self.wanted.address)
+            await self._connection(channel).ask(lambda stub: stub.CancelSession, request, TIMEOUT_S)
 
-    def _connection(self) -> Connection:
+    def _connection(self, channel: Any) -> Connection:
         def note(retry: Retry) -> None:
             self.ledger.trace.note(self.name, f"tries again in {retry.pause_s:.3f} s: {retry.failure.message}")
 
-        channel: Any = self.cluster.network.channel(self.wanted.address)
         return Connection(
             self.wanted.address,
             open_channel=lambda _: channel,

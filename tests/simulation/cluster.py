@@ -87,6 +87,7 @@ class Cluster:
         """Start a process that does not run."""
         process = self.processes[name] = Process(name)
         self.network.join(process)
+        process.on_death.append(self.ledger.died)
         self.trace.note(name, "starts")
         await process.spawn(self._builds[name](process), name=f"start of {name}")
 

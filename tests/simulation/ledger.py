@@ -1,7 +1,8 @@
 """The invariants, checked at every change of a store and at every chunk that a client gets.
 
 1. A session's log only grows, is chained by its digest, and its epoch only rises.
-2. What a client gets is committed, and is a prefix of the log as it finally is; no token ever changes.
+2. What a client gets is committed, and is a prefix of the log as it finally is; no token ever changes. Where a store
+   lost tokens by a fault, that holds for those that a living coordinator, or a client that comes back, has had.
 3. A session changes hands only once its owner has released it, or its lease has lapsed; while its owner runs it and the
    store is well, that does not happen: followers never cost epochs.
 4. Every round builds on a text that a target scored as it is, and greedy text is the target's own.
@@ -25,6 +26,7 @@ from specdec.exact.prefix import chain
 from tests.simulation.loop import Process
 from tests.simulation.store import SimulatedRedis
 
+TICK_S = 0.001  # of the clock that leases go by: its times are cut to whole milliseconds
 CALM_S = 2 * LEASE_S  # an owner that was not disturbed for so long has renewed its leases
 
 
@@ -87,6 +89,8 @@ class Log:
     epoch: int = 0
     lease: Lease = field(default_factory=Lease)
     shown: list[int] = field(default_factory=list)  # the longest text that any client has seen
+    known: dict[Process, int] = field(default_factory=dict)  # how many of its tokens coordinators and clients have had
+    unknown: list[int] = field(default_factory=list)  # the longest text of which the end was lost with all who knew it
     is_lost: bool = False  # the store lost at least a part of it, by a fault
     is_behind: bool = False  # so that it had less than clients were shown
     is_forgotten: bool = False  # the store lost all of it: the same request begins another session
@@ -96,6 +100,21 @@ class Log:
         """Whether these tokens, and those that were shown before them, are of this text."""
         is_same = self.is_forgotten or tuple(self.shown[:begin]) == text[: len(self.shown[:begin])]
         return is_same and text[begin : begin + len(tokens)] == tokens
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the store has all that clients have seen."""
+        return all(list(self.completion[: len(text)]) == text for text in (self.shown, self.unknown))
+
+    def lose_unknown(self) -> None:
+        """Give up the end of what was shown if the store has lost it, and nobody is left who could bring it back."""
+        common = min(len(self.completion), len(self.shown))
+        if not self.is_lost or list(self.completion[:common]) != self.shown[:common]:
+            return  # two texts that differ stay a violation, whoever dies later
+        known = max([common, *(length for process, length in self.known.items() if process.is_alive)])
+        if known < len(self.shown):
+            self.unknown = max(self.unknown, self.shown, key=len)
+            self.shown = self.shown[:known]
 
     @property
     def completion(self) -> tuple[int, ...]:
@@ -143,6 +162,12 @@ class Ledger:
                 log.digest = store.meta(session_id)[b"digest"] if tokens else b""
                 log.epoch = int(store.meta(session_id)[b"epoch"]) if tokens else 0
                 log.lease = _lease_of_old(store, session_id) if tokens else Lease()
+                log.lose_unknown()
+
+    def died(self) -> None:
+        """Take note that a coordinator is dead, or a client gone for good."""
+        for log in self.logs.values():
+            log.lose_unknown()
 
     def store_failed_over(self, store: SimulatedRedis) -> None:
         """Take the store as it is: what its replica lacked was not acknowledged. What was shown must be there."""
@@ -178,6 +203,8 @@ class Ledger:
         if meta[b"digest"] != chain(log.digest, news):
             self.violated(f"session {session_id[:4]}: its digest is not that of its {len(tokens)} tokens")
         log.tokens, log.digest = tokens, meta[b"digest"]
+        if owner := self.owners.get(log.lease.owner):
+            log.known[owner.process] = len(log.completion)
 
     def _check_lease(self, log: Log, store: SimulatedRedis, session_id: str, meta: dict[bytes, bytes]) -> None:
         """Check that a session changes hands only where it may."""
@@ -189,7 +216,7 @@ class Ledger:
         if not lease.owner or not before.leased_at or lease.owner == before.owner:
             return
         former = self.owners.get(before.owner)
-        if now_s - before.seen_at_s < LEASE_S and store.calm_s > now_s - before.seen_at_s:
+        if now_s - before.seen_at_s <= LEASE_S - TICK_S and store.calm_s > now_s - before.seen_at_s:
             self.violated(f"session {session_id[:4]}: claimed while its owner's lease lasts")
         elif former and former.runs(session_id, now_s) and store.calm_s > CALM_S:
             self.violated(f"session {session_id[:4]}: taken from {former.process.name}, which runs it")
@@ -202,12 +229,12 @@ class Ledger:
 
     # ---- clients
 
-    def observed(self, store: str, client: str, chunk: Chunk) -> None:
-        """Check a chunk at the moment when a client gets it."""
+    def observed(self, store: str, client: Process, server: Process, chunk: Chunk) -> None:
+        """Check a chunk at the moment when a client gets it from a coordinator."""
         log = self.logs[store, chunk.session_id]
         begin, end = chunk.offset, chunk.offset + len(chunk.tokens)
-        name = f"session {chunk.session_id[:4]}: {client}"
-        self.trace.note(client, f"got {begin} + {list(chunk.tokens)}")
+        name = f"session {chunk.session_id[:4]}: {client.name}"
+        self.trace.note(client.name, f"got {begin} + {list(chunk.tokens)}")
         if log.greedy and not any(log.may_be(text, begin, tuple(chunk.tokens)) for text in log.greedy):
             self.violated(f"{name} got tokens {begin} to {end} that are not the target's greedy text")
         if log.is_forgotten:
@@ -219,6 +246,7 @@ class Ledger:
             self.violated(f"{name} got other tokens from {begin} to {end} than were shown before")
         if end > len(log.shown):
             log.shown[begin:] = chunk.tokens
+        log.known[client] = log.known[server] = end
 
     def failed(self, store: str, client: str, session_id: str, error: SpecdecError) -> None:
         """Judge the error that ended a client's stream."""
@@ -234,7 +262,7 @@ class Ledger:
     def went_back(self) -> Counter[str]:
         """Return what became of the sessions of which a store lost what was shown."""
         behind = [log for log in self.logs.values() if log.is_behind]
-        return Counter("healed" if list(log.completion[: len(log.shown)]) == log.shown else "lost" for log in behind)
+        return Counter("healed" if log.has_all else "lost" for log in behind)
 
     def close(self) -> None:
         """Compare what was shown with the logs as they finally are."""

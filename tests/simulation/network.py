@@ -168,15 +168,15 @@ class Network:
         ]
         return self.random.choice(found) if found else None
 
-    def connect(self, call: ClientCall, address: str, method: str, metadata: Any) -> None:
-        """Find a server for a call and begin it there."""
+    def connect(self, call: ClientCall, address: str, method: str, metadata: Any) -> Process | None:
+        """Find a server for a call and begin it there; return its process."""
         caller = CURRENT.get()
         server = self.pick(address, caller)
         if server is None or (caller is not None and not caller.is_alive):
             virtual_loop().call_later(
                 CONNECT_S, call.end, grpc.StatusCode.UNAVAILABLE, "no server", context=outside_of_processes()
             )
-            return
+            return None
         connection = Connection(self, caller, server, method)
         name = server.process.name
 
@@ -190,6 +190,7 @@ class Network:
         connection.pipes = [to_server, to_client]
         server.calls[connection] = None
         server.process.spawn(self._answer(connection, server, method), name=f"handler of {connection}")
+        return server.process
 
     async def _answer(self, connection: Connection, server: Server, method: str) -> None:
         try:
@@ -232,6 +233,7 @@ class Channel:
 
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
+        self.server: Process | None = None  # that answers the call that was begun last
 
     async def close(self) -> None:
         """Do nothing: there is no connection without a call."""
@@ -241,7 +243,7 @@ class Channel:
 
         def begin(*, metadata: Any = (), timeout: float | None = None) -> ClientCall:
             call = ClientCall(request_serializer, response_deserializer)
-            self._network.connect(call, self._address, method, metadata)
+            self.server = self._network.connect(call, self._address, method, metadata)
             if timeout is not None:
                 call.expire_after(timeout)
             return call

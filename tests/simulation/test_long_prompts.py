@@ -66,9 +66,10 @@ class World:
         )
         session_id = SessionIds(SECRET).of_request(NO_TENANT, request.request_id).public
         self.ledger.expect("store", session_id, PROMPT, [TARGET.greedy(PROMPT, NUM_NEW)])
-        return await Process("client").spawn(self._follow(request))
+        client = Process("client")
+        return await client.spawn(self._follow(client, request))
 
-    async def _follow(self, request: generation_pb2.GenerateRequest) -> list[Chunk]:
+    async def _follow(self, client: Process, request: generation_pb2.GenerateRequest) -> list[Chunk]:
         channel: Any = self.cluster.network.channel(ADDRESS)
         connection = Connection(
             ADDRESS,
@@ -81,7 +82,7 @@ class World:
         )
         chunks = [chunk async for chunk in connection.follow(request, Transcript(), 1000.0)]
         for chunk in chunks:
-            self.ledger.observed("store", "client", chunk)
+            self.ledger.observed("store", client, channel.server, chunk)
         return chunks
 
     def num_fed(self, name: str) -> int:

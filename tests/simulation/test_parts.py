@@ -12,6 +12,7 @@ from coordinator.stores.client import RedisClient
 from coordinator.stores.scripts import LIBRARY
 from specdec.outside import Outside
 from specdec.v1 import target_pb2, target_pb2_grpc
+from tests.simulation.ledger import Log
 from tests.simulation.loop import Process, SimulationStuck, VirtualLoop, virtual_loop
 from tests.simulation.network import Network
 from tests.simulation.store import SimulatedRedis
@@ -216,3 +217,28 @@ def test_rollback_forgets_what_came_after() -> None:
         assert await count(["n"], []) == 2
 
     run(work())
+
+
+def test_lost_tokens_are_owed_while_anybody_knows_them() -> None:
+    async def work() -> None:
+        log = Log(prompt=(0,), greedy=(), tokens=(0, 1, 2), shown=[1, 2, 3, 4, 5], is_lost=True)
+        client, coordinator = Process("client"), Process("coordinator")
+        log.known = {coordinator: 5, client: 3}
+        log.lose_unknown()
+        assert log.shown == [1, 2, 3, 4, 5]
+        coordinator.kill()
+        log.lose_unknown()
+        assert (log.shown, log.unknown) == ([1, 2, 3], [1, 2, 3, 4, 5])
+        client.kill()
+        log.lose_unknown()
+        assert log.shown == [1, 2], "what the store has"
+        assert not log.has_all
+
+    run(work())
+
+
+@pytest.mark.parametrize(("tokens", "is_lost"), [((0, 1), False), ((0, 1, 9), True)], ids=["no fault", "other text"])
+def test_other_tokens_are_owed_to_the_dead_too(tokens: tuple[int, ...], is_lost: bool) -> None:
+    log = Log(prompt=(0,), greedy=(), tokens=tokens, shown=[1, 2, 3], is_lost=is_lost)
+    log.lose_unknown()
+    assert log.shown == [1, 2, 3]
