@@ -101,8 +101,7 @@ class World:
             self._cluster.num_replicas = 1
             for store in stores:
                 store.replica = Replica()
-        self._is_sick = "sick target" in hazards or self._chance.random() < 0.1
-        if self._is_sick:
+        if "sick target" in hazards or self._chance.random() < 0.1:
             self._cluster.network.garbled["target-1"] = 0.3
         self._clients: list[Client] = []
 
@@ -172,7 +171,8 @@ class World:
             own = (task.get_coro() for task in process.tasks if task.get_name() not in FOREVER)
             left += [f"{name} has a task: {getattr(work, '__qualname__', work)}" for work in own]
         # a session whose owner gave up stays with its workers for the next one, which may not draft
-        if not (self._faults or self._is_sick or any(client.visits for client in self._clients)):
+        has_moved = any(log.epoch > 1 for log in self._ledger.logs.values())
+        if not (self._faults or has_moved or any(client.visits for client in self._clients)):
             held = {name: model.cache.sequences for name, model in cluster.models.items()}
             left += [f"{name} holds {len(sequences)} sessions" for name, sequences in held.items() if sequences]
         return left
