@@ -1,5 +1,6 @@
 """The kernel gives what attention is defined to give, in every form, with the same bits in every batch."""
 
+import logging
 import os
 import random
 import subprocess
@@ -234,6 +235,34 @@ def test_torchs_kernels_serve_where_ours_is_not(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(compiled, "kernel", lambda: None)
     assert isinstance(load(folder)._backend, SdpaBackend)
     assert isinstance(load(folder, quantization="int8")._backend, RowwiseSdpaBackend)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_missing_kernel_is_logged_once(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = architectures.build("llama", tmp_path)
+    load(folder, dtype=dtype)
+    assert engine_records(caplog) == []
+    monkeypatch.setattr(compiled, "kernel", lambda: None)
+    load(folder, dtype=dtype)
+    (record,) = engine_records(caplog)
+    assert (record.levelno, record.getMessage()) == (logging.WARNING, "attention_kernel_missing")
+    assert record.__dict__["model"] == str(folder)
+    assert "install a C compiler" in record.__dict__["remedy"]
+
+
+def test_kernel_is_missed_only_where_it_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert not compiled.lacks_kernel(cpu, torch.float32)
+    monkeypatch.setattr(compiled, "kernel", lambda: None)
+    assert compiled.lacks_kernel(cpu, torch.float32)
+    assert not compiled.lacks_kernel(cpu, torch.float16)
+    assert not compiled.lacks_kernel(torch.device("cuda"), torch.float32)
+
+
+def engine_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name.startswith("specdec.engine")]
 
 
 def test_specdec_is_built_without_a_compiler(tmp_path: Path) -> None:
