@@ -25,7 +25,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from specdec import AsyncClient
-from specdec.engine import compiled
+from tests.engine.kernel import needs_kernel
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 
@@ -88,7 +88,7 @@ def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
     assert "Apache License" in wheel.read(names["licenses/LICENSE"]).decode()
 
 
-@pytest.mark.skipif(compiled.kernel() is None, reason="specdec was installed without a C compiler")
+@needs_kernel
 def test_wheel_has_the_compiled_kernel_alone(wheel: zipfile.ZipFile) -> None:
     kernel = f"specdec/engine/_attention{sysconfig.get_config_var('EXT_SUFFIX')}"
     assert kernel in wheel.namelist()
