@@ -125,5 +125,5 @@ image-check: $(INSTALLED) ## Build every image and generate through them
 
 clean: ## Remove .venv and everything that was generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	rm -f specdec/v1/*_pb2.py specdec/v1/*_pb2.pyi specdec/v1/*_pb2_grpc.py specdec/v1/*_pb2_grpc.pyi
+	rm -f specdec/v1/*_pb2.py specdec/v1/*_pb2.pyi specdec/v1/*_pb2_grpc.py specdec/v1/*_pb2_grpc.pyi specdec/engine/*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +

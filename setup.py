@@ -67,7 +67,7 @@ ATTENTION = Extension(
     sources=["specdec/engine/attention_kernel.c"],
     depends=["specdec/engine/attention_lanes.h"],
     libraries=["m"],
-    extra_compile_args=["-std=gnu11", "-O2"],
+    extra_compile_args=["-std=gnu11", "-O2", "-g0"],
     optional=True,
 )
 

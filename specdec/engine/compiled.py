@@ -70,7 +70,16 @@ def num_lanes() -> int:
 
 def has_kernel(options: PoolOptions) -> bool:
     """Return whether the kernel is there, and can attend to a pool like this."""
-    return options.device.type == "cpu" and options.dtype in DTYPES and kernel() is not None
+    return _fits(options.device, options.dtype) and kernel() is not None
+
+
+def lacks_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the kernel could attend to a cache on this device and of this type, but is not there."""
+    return _fits(device, dtype) and kernel() is None
+
+
+def _fits(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype in DTYPES
 
 
 class CompiledBackend:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.attention import ATTENTION_NAME, AttentionBackend, NewBackend, PoolOptions, ShapeProbe, attending
 from specdec.engine.check import Reference, float32_copy
-from specdec.engine.compiled import CompiledBackend, RowwiseCompiledBackend, has_kernel
+from specdec.engine.compiled import CompiledBackend, RowwiseCompiledBackend, has_kernel, lacks_kernel
 from specdec.engine.decoder import Decoder, PackedRow, TransformersDecoder
 from specdec.engine.errors import CacheFull, ModelRefused, where_raised
 from specdec.engine.fused import FusedDecoder, has_fused_forward
@@ -62,6 +62,9 @@ def load_language_model(
     by_default = _rowwise_backend if quantization == "int8" else _backend
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default)
     model = _load(options, choose_device(device), dtype, layers)
+    if new_backend is None and lacks_kernel(model.device, model.dtype):
+        remedy = "install a C compiler, then install specdec again; until then attention is slower"
+        logger.warning("attention_kernel_missing", extra={"model": name_or_path, "remedy": remedy})
     if quantization:
         quantize(model.decoder, quantization, name_or_path)
     return model

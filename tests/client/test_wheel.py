@@ -1,4 +1,4 @@
-"""The wheel: its contents, pinned versions, and that it works with only its declared dependencies.
+"""The wheel and the sdist: their contents, pinned versions, and that it works with only its declared dependencies.
 
 The bare installation is a virtual environment with the wheel and the distributions that its metadata require, copied
 from this environment: what `pip install specdec` puts there, without a network.
@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import tomllib
 import venv
 import zipfile
@@ -23,6 +25,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from specdec import AsyncClient
+from tests.engine.kernel import needs_kernel
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 
@@ -34,15 +37,20 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 @pytest.fixture(scope="module")
 def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel of a checkout without generated stubs; in a copy, because the build writes them."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in (*PACKAGES, "protos"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*_pb2*"))
+    folder = copy_sources(tmp_path_factory.mktemp("wheel"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index"]
     subprocess.run([*command, "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder], check=True)
     [path] = folder.glob("*.whl")
     return path
+
+
+def copy_sources(folder: Path) -> Path:
+    """Copy what a build reads, without what it makes."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in (*PACKAGES, "protos"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*_pb2*", "*.so"))
+    return folder
 
 
 @pytest.fixture
@@ -78,6 +86,24 @@ def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
     names = {name.split("/", 1)[1]: name for name in wheel.namelist() if ".dist-info/" in name}
     assert "specdec = specdec.__main__:main" in wheel.read(names["entry_points.txt"]).decode()
     assert "Apache License" in wheel.read(names["licenses/LICENSE"]).decode()
+
+
+@needs_kernel
+def test_wheel_has_the_compiled_kernel_alone(wheel: zipfile.ZipFile) -> None:
+    kernel = f"specdec/engine/_attention{sysconfig.get_config_var('EXT_SUFFIX')}"
+    assert kernel in wheel.namelist()
+    assert not [name for name in wheel.namelist() if name.endswith((".c", ".h"))]
+
+
+def test_sdist_has_what_the_kernel_is_compiled_from(tmp_path: Path) -> None:
+    folder = copy_sources(tmp_path)
+    subprocess.run([sys.executable, "setup.py", "--quiet", "sdist"], check=True, cwd=folder)
+    [path] = folder.glob("dist/*.tar.gz")
+    with tarfile.open(path) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specdec/engine").glob("*.[ch]")}
+    assert len(sources) == 2
+    assert {*sources, "protos/specdec/v1/types.proto", "setup.py"} <= names
 
 
 def test_every_requirement_is_pinned() -> None:

@@ -56,6 +56,15 @@ def pip_problems(calls: list[Call]) -> Iterator[str]:
             yield from (f"{call.stage}: {name} is not installed" for name in build_requirements() - installed)
 
 
+def compiler_problems(calls: list[Call]) -> Iterator[str]:
+    """Debian's packages, which are a compiler, stay in the stage of the wheel."""
+    for call in (call for call in calls if call.program == "apt-get"):
+        if call.stage != "wheel":
+            yield f"{call.stage}: apt-get {call.words[0]}: an image that runs needs no packages"
+        if call.words[0] == "install" and "--no-install-recommends" not in call.words:
+            yield f"{call.stage}: apt-get install brings what is only recommended"
+
+
 def _is_pinned(call: Call) -> bool:
     """Hashes, nothing from outside, or - for torch and its libraries - versions."""
     if "--requirement" in call.words:
@@ -110,12 +119,13 @@ def requirements_of(name: str) -> set[str]:
 
 
 def test_every_image_can_be_built(built: DryBuild) -> None:
-    assert {call.program for call in built.calls} == {"python3", "pip", "useradd"}
-    assert list(pip_problems(built.calls)) == []
+    assert {call.program for call in built.calls} == {"python3", "python", "pip", "useradd", "apt-get", "rm"}
+    assert [*pip_problems(built.calls), *compiler_problems(built.calls)] == []
 
 
-def test_generated_stubs_stay_out_of_the_build(built: DryBuild) -> None:
+def test_generated_files_stay_out_of_the_build(built: DryBuild) -> None:
     assert not built.is_sent(REPOSITORY / "specdec/v1/types_pb2.py")
+    assert not built.is_sent(REPOSITORY / "specdec/engine/_attention.cpython-312-x86_64-linux-gnu.so")
     assert not built.is_sent(REPOSITORY / "specdec/__pycache__/x.pyc")
     assert not built.is_sent(REPOSITORY / ".git/config")
     assert built.is_sent(REPOSITORY / "coordinator/__main__.py")
@@ -147,12 +157,19 @@ def test_an_empty_torch_index_means_pips_default(index: str, tmp_path: Path) -> 
         ("--constraint /constraints.txt --no-deps", "--no-deps", "worker-packages: pip install"),
         ("--no-build-isolation --check", "--check", "wheel: pip wheel fetches what is not pinned"),
         ("COPY deploy/requirements/build.txt", "COPY deploy/requirements/models.txt", "wheel: mypy-protobuf is not"),
+        (" gcc libc6-dev", " libc6-dev", "the wheel has no specdec/engine/_attention*.so"),
+        (" gcc libc6-dev", " gcc", "the wheel has no specdec/engine/_attention*.so"),
+        ("COPY specdec ./specdec", "COPY specdec/*.py ./specdec/", "the wheel has no specdec/engine/_attention*.so"),
+        ("RUN apt-get update && ", "RUN ", "E: Unable to locate package gcc"),
+        ("--no-install-recommends", "", "wheel: apt-get install brings what is only recommended"),
+        ("RUN useradd", "RUN apt-get update && useradd", "runtime: apt-get update: an image that runs needs no"),
     ],
 )
 def test_mistakes_in_the_dockerfile_are_found(old: str, new: str, expected: str, tmp_path: Path) -> None:
     assert old in TEXT
     try:
-        problems = list(pip_problems(dry_build(TEXT.replace(old, new), tmp_path).calls))
+        calls = dry_build(TEXT.replace(old, new), tmp_path).calls
+        problems = [*pip_problems(calls), *compiler_problems(calls)]
     except BuildFailed as error:
         problems = [str(error)]
     assert any(expected in problem for problem in problems), problems

@@ -36,6 +36,11 @@ class Mutant:
     replace: Callable[[Original], Any]
     check: Callable[[], None]
 
+    @property
+    def is_of_kernel(self) -> bool:
+        """Whether it changes what the compiled kernel gets."""
+        return self.target.startswith("specdec.engine.compiled.")
+
 
 @cache
 def folder(architecture: str) -> Path:

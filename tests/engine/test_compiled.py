@@ -1,5 +1,6 @@
 """The kernel gives what attention is defined to give, in every form, with the same bits in every batch."""
 
+import logging
 import os
 import random
 import subprocess
@@ -18,6 +19,7 @@ from specdec.engine.pool import LayerShape
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
 from specdec.exact.tree import path_to
+from tests.engine.kernel import NO_KERNEL, needs_kernel
 from tests.engine.tiny_models import load
 from tests.support import architectures
 
@@ -44,6 +46,8 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(params=[4, 8, 16])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Let the kernel compute with vectors of so many floats."""
+    if compiled.kernel() is None:
+        pytest.skip(NO_KERNEL)
     if request.param > compiled.num_lanes():
         pytest.skip(f"this processor's vectors have {compiled.num_lanes()} floats")
     monkeypatch.setattr(compiled, "num_lanes", lambda: request.param)
@@ -183,6 +187,7 @@ def test_a_tokens_bits_are_those_of_a_chain(form: str, lanes: int) -> None:
         assert torch.equal(single.attend(options)[0][0], given[path[-1]])
 
 
+@needs_kernel
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer("9/3 of 64", TEXTS)
     expected = layer.attend(PLAIN)
@@ -216,6 +221,7 @@ def test_numbers_that_are_not_finite_are_seen_by_those_that_read_them(
     assert second[1, :3].isnan().all()
 
 
+@needs_kernel
 def test_queries_and_keys_may_lie_anywhere() -> None:
     """Models hand in slices of their joined projections, or rows whose heads come first."""
     layer = Layer("9/3 of 64", [Text(70, 3), Text(9, 2)])
@@ -227,6 +233,7 @@ def test_queries_and_keys_may_lie_anywhere() -> None:
     assert torch.equal(layer.attend(PLAIN)[0], expected[0])
 
 
+@needs_kernel
 def test_torchs_kernels_serve_where_ours_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = architectures.build("llama", tmp_path)
     assert isinstance(load(folder)._backend, CompiledBackend)
@@ -234,6 +241,36 @@ def test_torchs_kernels_serve_where_ours_is_not(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(compiled, "kernel", lambda: None)
     assert isinstance(load(folder)._backend, SdpaBackend)
     assert isinstance(load(folder, quantization="int8")._backend, RowwiseSdpaBackend)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_missing_kernel_is_logged_once(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = architectures.build("llama", tmp_path)
+    load(folder, dtype=dtype)
+    assert engine_records(caplog) == []
+    monkeypatch.setattr(compiled, "kernel", lambda: None)
+    load(folder, dtype=dtype)
+    (record,) = engine_records(caplog)
+    assert (record.levelno, record.getMessage()) == (logging.WARNING, "attention_kernel_missing")
+    assert record.__dict__["model"] == str(folder)
+    assert "install a C compiler" in record.__dict__["remedy"]
+
+
+@needs_kernel
+def test_kernel_is_missed_only_where_it_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert not compiled.lacks_kernel(cpu, torch.float32)
+    monkeypatch.setattr(compiled, "kernel", lambda: None)
+    assert compiled.lacks_kernel(cpu, torch.float32)
+    assert not compiled.lacks_kernel(cpu, torch.float16)
+    assert not compiled.lacks_kernel(torch.device("cuda"), torch.float32)
+
+
+def engine_records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name.startswith("specdec.engine")]
 
 
 def test_specdec_is_built_without_a_compiler(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from specdec.engine.load import BLOCK_TOKENS
 from specdec.engine.pool import LayerShape
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
+from tests.engine.kernel import needs_kernel
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
 from tests.engine.tiny_models import FUSED, ReferenceModel, assert_close, load, random_tokens
 from tests.support import architectures
 
+BACKENDS = [pytest.param(RowwiseCompiledBackend, marks=needs_kernel), SdpaBackend, RowwiseSdpaBackend]
 LENGTHS = (40, 25, 17)  # all longer than the tiny models' sliding windows
 
 
@@ -65,7 +67,7 @@ class TestEveryArchitecture:
     def test_trees_match_the_reference(self, name: str, folders: dict[str, Path]) -> None:
         check_tree_rounds(load(folders[name]), ReferenceModel(folders[name]))
 
-    @pytest.mark.parametrize("backend", [RowwiseCompiledBackend, SdpaBackend, RowwiseSdpaBackend])
+    @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("name", architectures.SERVED)
     def test_other_attention_matches_the_reference(
         self, name: str, backend: NewBackend, folders: dict[str, Path]

@@ -1,8 +1,8 @@
 """Execute deploy/Dockerfile without a container engine: real COPY lines, RUN lines with fake programs.
 
 Every stage is a folder that serves as the image's root. The base has fakes at the paths of the real programs of
-python:slim and Debian; they record their calls and create the files that later lines need. A real shell executes the
-RUN lines with the stage's PATH: a program that is not on it is not found, as in a build.
+python:slim and Debian (`build_programs.py`); they record their calls. A real shell executes the RUN lines with the
+stage's PATH: a program that is not on it is not found, as in a build.
 """
 
 import json
@@ -22,26 +22,8 @@ from tests.support.manifests import Dockerfile
 
 BASE_PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"
 REAL = {"/usr/bin/grep": "grep", "/usr/bin/cat": "cat"}
-FAKE = """#!{python} -IS
-import json, os, sys
-from pathlib import Path
-name, words = os.path.basename(sys.argv[0]), sys.argv[1:]
-with open({calls!r}, "a") as calls:
-    print(json.dumps([os.environ["STAGE"], name, *words]), file=calls)
-for option, value in zip(words, words[1:]):
-    if option in ("--constraint", "--requirement"):
-        Path(value).read_text()
-if words[:2] == ["-m", "venv"]:
-    for program in ("python", "python3", "pip"):
-        path = Path(words[2], "bin", program)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(os.path.realpath(sys.argv[0]))
-if name == "pip" and words[0] == "wheel":
-    wheel = Path(words[words.index("--wheel-dir") + 1], "specdec-0-py3-none-any.whl")
-    wheel.parent.mkdir(parents=True, exist_ok=True)
-    wheel.touch()
-"""
-FAKES = ("/usr/local/bin/python3", "/usr/sbin/useradd")
+FAKE = Path(__file__).with_name("build_programs.py")
+FAKES = ("/usr/local/bin/python3", "/usr/sbin/useradd", "/usr/bin/apt-get", "/usr/bin/rm")
 
 
 class BuildFailed(Exception):
@@ -90,7 +72,7 @@ class DryBuild:
 
     def _make_base(self) -> None:
         fake = self._folder / "fake"
-        fake.write_text(FAKE.format(python=sys.executable, calls=str(self._calls)))
+        fake.write_text(f"#!{sys.executable} -IS\n{FAKE.read_text()}")
         fake.chmod(0o755)
         programs = {name: fake for name in FAKES} | {name: shutil.which(real) for name, real in REAL.items()}
         for name, real in programs.items():
@@ -120,12 +102,13 @@ class DryBuild:
     def _run(self, stage: str, command: str) -> None:
         """Run a line with every absolute path, and so the PATH, mapped into the stage's folder."""
         root, variables = self._folder / stage, self._variables[stage]
-        below = {"STAGE": stage, "PATH": ":".join(f"{root}{part}" for part in variables["PATH"].split(":"))}
+        below = {"PATH": ":".join(f"{root}{part}" for part in variables["PATH"].split(":"))}
+        for_fakes = {"STAGE": stage, "ROOT": str(root), "CALLS": str(self._calls)}
         line = re.sub(r"(?<![\w.:/}*])/(?=\w)", f"{root}/", command)
         result = subprocess.run(
             [os.path.realpath("/bin/sh"), "-c", line],
             cwd=root / variables["WORKDIR"][1:],
-            env=variables | below,
+            env=variables | below | for_fakes,
             capture_output=True,
             text=True,
             check=False,
