@@ -3,7 +3,8 @@
 python -m benchmarks.batches --sessions 4,16,32 --model smollm2
 
 Prompts of random tokens, of one length or of many (`--mixed`, 10 to 200 tokens; transformers pads them on the left).
-Both sides read the prompts too, and both get as many threads as the machine has cores.
+Both sides read the prompts too. transformers has the machine to itself in its turn, the services share it with the
+client: so each side has its own number of threads.
 """
 
 import argparse
@@ -65,9 +66,10 @@ def through_generate(reference: Reference, prompts: Sequence[list[int]], num_tok
 async def measure(flags: argparse.Namespace) -> None:
     """Print a table."""
     served: Served = MODELS[flags.model]()
-    options = replace(served.options, dtype=flags.dtype, draft="none", target_threads=flags.threads)
+    options = replace(served.options, dtype=flags.dtype, draft="none", target_threads=flags.target_threads)
     options = replace(options, eagle3_head=None, dflash_head=None, medusa_head=None)
-    print(f"{hardware()}; {flags.model}, {flags.dtype}, K = 0, {flags.tokens} tokens each, {flags.threads} threads")
+    print(f"{hardware()}; {flags.model}, {flags.dtype}, K = 0, {flags.tokens} tokens each")
+    print(f"threads: {flags.target_threads} of the target worker, {flags.threads} of transformers")
     reference = Reference(options.target, getattr(torch, flags.dtype))
     torch.set_num_threads(flags.threads)
     print("| sessions | prompts | services, tokens/s | transformers, tokens/s | ratio |\n|---|---|---|---|---|")
@@ -94,7 +96,8 @@ def main() -> None:
     parser.add_argument("--sessions", default="4,16,32", help="numbers of sessions at once (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="of each text (default: %(default)s)")
     parser.add_argument("--pairs", type=int, default=5, help="of each row (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of both sides (default: all cores)")
+    parser.add_argument("--target-threads", type=int, default=1, help="of the target worker (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of transformers (default: all cores)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
     try:
         asyncio.run(measure(parser.parse_args()))
