@@ -21,7 +21,7 @@ import torch
 from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOptions, Segment
 from specdec.engine.contiguous import ContiguousPool, LayerPool
 from specdec.engine.pool import LayerShape
-from specdec.engine.sdpa import Part
+from specdec.engine.sdpa import Part, new_pool
 
 EXTENSION = "specdec.engine._attention"  # built by setup.py
 DTYPES = (torch.float32, torch.bfloat16)
@@ -88,13 +88,7 @@ class CompiledBackend:
     is_rowwise = False
 
     def __init__(self, shapes: Sequence[LayerShape], options: PoolOptions) -> None:
-        self.pool = ContiguousPool(
-            shapes,
-            num_bytes=options.num_bytes,
-            block_tokens=options.block_tokens,
-            dtype=options.dtype,
-            device=options.device,
-        )
+        self.pool = new_pool(shapes, options)
         self._threads = _Threads()
 
     def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
@@ -123,7 +117,7 @@ class _Threads:
         num_bytes = library.specdec_room(address)
         row_numbers = attention.num_kv_heads * (attention.key_size + attention.value_size)
         pieces = rows.pieces(row_numbers)
-        while len(self._rooms) < len(pieces) or self._rooms[0].nbytes < num_bytes:
+        if len(self._rooms) < len(pieces) or self._rooms[0].nbytes < num_bytes:
             self._rooms = [torch.empty(num_bytes, dtype=torch.uint8) for _ in pieces]
         calls = [
             (address, rows.address + first * ROW_NUMBERS * rows.numbers.itemsize, count, room.data_ptr())

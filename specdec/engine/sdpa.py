@@ -11,17 +11,22 @@ from specdec.engine.pool import LayerShape
 from specdec.exact.tree import ancestor_matrix
 
 
+def new_pool(shapes: Sequence[LayerShape], options: PoolOptions) -> ContiguousPool:
+    """Return an empty pool. Raises CacheFull as `ContiguousPool`."""
+    return ContiguousPool(
+        shapes,
+        num_bytes=options.num_bytes,
+        block_tokens=options.block_tokens,
+        dtype=options.dtype,
+        device=options.device,
+    )
+
+
 class SdpaBackend:
     """Attends to a `ContiguousPool`; an `AttentionBackend`."""
 
     def __init__(self, shapes: Sequence[LayerShape], options: PoolOptions) -> None:
-        self.pool = ContiguousPool(
-            shapes,
-            num_bytes=options.num_bytes,
-            block_tokens=options.block_tokens,
-            dtype=options.dtype,
-            device=options.device,
-        )
+        self.pool = new_pool(shapes, options)
 
     def plan(self, segments: Sequence[Segment]) -> "SdpaPlan":
         """See `AttentionBackend`."""
