@@ -13,12 +13,14 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import Generation, Round
+from coordinator.grammars import MIN_FORCED, ForcedDrafter
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
 from specdec.serving.tracing import spans
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
+NO_DRAFTER, GRAMMAR = "none", "grammar"  # what metrics and traces call rounds that no drafter took part in
 MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
 
 
@@ -82,6 +84,14 @@ class RoundParts:
     rule: AcceptanceRule
     chooser: PlanChooser
     outside: Outside = REAL
+    forced: ForcedDrafter | None = None  # where the session has a grammar
+
+    def forced_draft(self, generation: Generation) -> Proposal:
+        """Return a draft of what the session's grammar forces, if that is worth a round."""
+        if self.forced is None:
+            return Proposal()
+        proposal = self.forced.propose(generation.committed, len(generation.prompt), generation.remaining_tokens)
+        return proposal if len(proposal) >= (MIN_FORCED if self.drafters else 1) else Proposal()
 
 
 async def _at_once() -> None:
@@ -195,6 +205,8 @@ async def draft(
 
 async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, num_new: int = 0) -> Round:
     """Draft, score, accept; return what is to be committed. The last round here, if any, committed `num_new` tokens."""
+    if forced := parts.forced_draft(generation):
+        return await _run_forced_round(generation, parts, forced)
     begin = parts.outside.now_s()
     await comparing.wait()
     available = [name for name, drafter in parts.drafters.items() if drafter.available]
@@ -205,22 +217,8 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
     scored = await parts.scorer.score(generation.committed, proposal, plan.observes)
-    with spans.span("accept"):
-        verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
-    finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s)
-
-    if scored.scores.observations is not None:
-        observed = committed_observations(scored.scores, len(proposal), verdict)
-        for drafter in parts.drafters.values():
-            drafter.observe(observed)
-    spans.current().set(
-        drafter=plan.drafter or "none",
-        num_draft_tokens=len(proposal),
-        num_accepted_tokens=len(verdict.path),
-        num_tokens=len(finished_round.emitted),
-        num_sessions=scored.num_sessions,
-    )
+    finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
     parts.chooser.settle(generation.committed)
     parts.chooser.observe(
         RoundOutcome(
@@ -235,7 +233,36 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             missed=missed,
         )
     )
-    return replace(finished_round, drafter=plan.drafter or finished_round.drafter)
+    return finished_round
+
+
+async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal) -> Round:
+    """Score what the session's grammar forces. The chooser learns no costs from it, as no drafter took part."""
+    scored = await parts.scorer.score(generation.committed, proposal)
+    finished_round, _ = _accepted(generation, parts, proposal, scored, 0.0, GRAMMAR)
+    parts.chooser.settle(generation.committed)
+    return finished_round
+
+
+def _accepted(
+    generation: Generation, parts: RoundParts, proposal: Proposal, scored: Scored, drafting_s: float, drafter: str
+) -> tuple[Round, Verdict]:
+    """Accept by the target's answer, append to the generation, and pass on what the target observed."""
+    with spans.span("accept"):
+        verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
+    finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s)
+    if scored.scores.observations is not None:
+        observed = committed_observations(scored.scores, len(proposal), verdict)
+        for each in parts.drafters.values():
+            each.observe(observed)
+    spans.current().set(
+        drafter=drafter,
+        num_draft_tokens=len(proposal),
+        num_accepted_tokens=len(verdict.path),
+        num_tokens=len(finished_round.emitted),
+        num_sessions=scored.num_sessions,
+    )
+    return replace(finished_round, drafter=drafter), verdict
 
 
 def committed_observations(scores: Scores, num_draft_tokens: int, verdict: Verdict) -> Observations:

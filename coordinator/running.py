@@ -9,6 +9,7 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.draft import SessionDrafter
 from coordinator.followed import FollowedGeneration
 from coordinator.generation import Generation, Round
+from coordinator.grammars import ForcedDrafter
 from coordinator.healing import heal, told
 from coordinator.joint_drafter import JointDrafter
 from coordinator.rounds import RoundParts, run_rounds
@@ -78,9 +79,10 @@ class RunningGeneration(FollowedGeneration):
         length = len(self._session.prompt) + self._num_published
         return self.session_id, self.epoch, length, self.generation.digest_at(self._num_published)
 
-    def start(self, workers: WorkerHandles) -> None:
-        """Begin to run rounds."""
-        self._task = asyncio.create_task(self._run(workers), name=f"generation {self.session_id}")
+    def start(self, workers: WorkerHandles, forced: ForcedDrafter | None = None) -> None:
+        """Begin to run rounds; `forced` drafts what the session's grammar forces."""
+        parts = replace(workers.parts, outside=self._outside, forced=forced)
+        self._task = asyncio.create_task(self._run(workers, parts), name=f"generation {self.session_id}")
 
     async def check(self) -> None:
         """Ask the store whether this coordinator still owns the session; end the rounds if not, or if it is cancelled.
@@ -115,10 +117,9 @@ class RunningGeneration(FollowedGeneration):
                 else:
                     await self._moved.wait()
 
-    async def _run(self, workers: WorkerHandles) -> None:
+    async def _run(self, workers: WorkerHandles, parts: RoundParts) -> None:
         try:
             self._begin()
-            parts = replace(workers.parts, outside=self._outside)
             await run_rounds(self.generation, parts, self._publish, self._until_read)
         except asyncio.CancelledError:
             self._end(self._interruption or UnavailableError("this coordinator stopped the session; resume it"))

@@ -11,6 +11,7 @@ from coordinator.detached import DetachedRule, DetachedSessions
 from coordinator.fences import Fences
 from coordinator.followed import Ending, FollowedGeneration, OwnerLeft
 from coordinator.generation import CommittedChunk, OutputToken
+from coordinator.grammars import SessionGrammars
 from coordinator.healing import BEGINNING, Position, not_lost, take_back
 from coordinator.prompts import Prompts
 from coordinator.quotas import Quotas
@@ -68,8 +69,9 @@ class Coordinator:
         self._shown = ShownSessions(store.ttl_s)
         self._detached = DetachedSessions(detached.patience_s)
         self._finishing: dict[str, asyncio.Task[None]] = {}  # sessions that this coordinator itself follows
+        self._grammars = SessionGrammars(prompts.tokenizer)
         self._starts = SessionStarts(
-            workers, prompts, store, self._shown, limits.max_draft_tokens, detached.policy, outside
+            workers, prompts, self._grammars, store, self._shown, limits.max_draft_tokens, detached.policy, outside
         )
         self._upkeep = Upkeep(store, running, self._shown, self._detached, outside)
 
@@ -98,6 +100,7 @@ class Coordinator:
             self.admission.check(tenant, 0, 0, left_s)  # before the prompt is encoded
         target = self.capabilities.target
         plan = await requests.plan(request, session, self._prompts, target, self.limits, self._outside)
+        await self._grammars.check(plan.sampling, target)
         if plan.speculation.num_draft_tokens != 0 and self._has_draft_workers:
             self.capabilities.session_drafters(plan.speculation.drafter)
         num_tokens = plan.sampling.max_new_tokens or 0

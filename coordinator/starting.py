@@ -5,6 +5,7 @@ import asyncio
 from coordinator import metrics, requests
 from coordinator.followed import FollowedGeneration
 from coordinator.generation import Generation
+from coordinator.grammars import SessionGrammars
 from coordinator.healing import BEGINNING, SETTLED_S, Position, heal, not_lost, take_back
 from coordinator.prompts import Prompts
 from coordinator.running import RunningGeneration
@@ -32,6 +33,7 @@ class SessionStarts:
         self,
         workers: Workers,
         prompts: Prompts,
+        grammars: SessionGrammars,
         store: SessionStore,
         shown: ShownSessions,
         max_draft_tokens: int,
@@ -41,6 +43,7 @@ class SessionStarts:
         self.owner = f"{outside.random_bits(NAME_BITS):016x}"  # this coordinator's name in leases
         self._capabilities = workers.capabilities
         self._prompts, self._store, self._shown, self._outside = prompts, store, shown, outside
+        self._grammars, self._max_draft_tokens = grammars, max_draft_tokens
         self._session_workers = SessionWorkers(workers, max_draft_tokens)
         self._policy = policy
 
@@ -71,7 +74,11 @@ class SessionStarts:
         if session.status is Status.ACTIVE:
             model = self._model(session)
             opening = self._opening(session, generation, model)
-            running.start(self._session_workers.open(opening, model, request.speculation))
+            asked = request.speculation.num_draft_tokens
+            forced = await self._grammars.forced(
+                generation.sampling, model, self._max_draft_tokens if asked is None else asked
+            )
+            running.start(self._session_workers.open(opening, model, request.speculation), forced)
         return running
 
     async def _tailed(self, session: SessionRecord) -> TailedGeneration:

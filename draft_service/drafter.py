@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from specdec.exact.values import ObservationRequest, Observations, Proposal, Timing
+from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.server import Server
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
@@ -48,6 +49,7 @@ class Drafter(Protocol):
     name: str
     model: ModelInfo  # without a vocabulary or a context length: any token and any length is accepted
     observations: ObservationRequest  # what the target shall observe for it
+    grammars: GrammarCompiler | None  # None: it drafts whatever a session's grammar may be
 
     async def propose(self, session: WorkerSession, request: DraftRequest, match: bool) -> DraftResult:
         """Draft; a repeated call gives the same answer. `match` keeps what is held after `start` and is the same."""

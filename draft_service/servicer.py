@@ -1,11 +1,12 @@
 """DraftService: checks what arrives, lets a drafter draft, and packs the answer."""
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from draft_service.drafter import Drafter, DraftRequest, DraftResult
 from specdec import messages
-from specdec.errors import InvalidArgumentError
+from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.exact import codec
 from specdec.exact.values import Observations
 from specdec.serving.session_stream import (
@@ -49,7 +50,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def _begin(self, opening: draft_pb2.OpenDraft) -> "DraftRounds":
         drafter = self._drafter(opening.drafter)
-        session = session_from_proto(opening.session, drafter.model.vocab_size or None, opening.model_fingerprint)
+        vocab_size = drafter.model.vocab_size or None
+        session = session_from_proto(opening.session, vocab_size, opening.model_fingerprint, drafter.grammars)
         return DraftRounds(session, drafter)
 
     def _drafter(self, name: str) -> Drafter:
@@ -71,6 +73,8 @@ class DraftRounds(SessionRounds):
     async def answer(self, message: draft_pb2.Propose, is_first: bool) -> draft_pb2.ProposeResponse:
         """Draft for one round."""
         request = _checked(self._drafter, message)
+        with suppress(InvalidArgumentError, OverloadedError):  # without its grammar, more of the draft is rejected
+            await self.session.grammar.compile(self.session.sampling)
         result = await self._drafter.propose(self.session, request, match=is_first)
         self._last = request, result
         return _packed(result)

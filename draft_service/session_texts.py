@@ -9,6 +9,7 @@ from typing import Generic, Protocol, TypeVar
 from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
 from specdec.exact.prefix import PrefixChain, num_equal
 from specdec.exact.values import Observations, Proposal, Timing
+from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
 
@@ -62,6 +63,7 @@ class TextDrafter(Generic[TextT]):
     """Drafts from the session's own tokens. A subclass defines what to draft; nothing is drafted ahead."""
 
     observations = NO_OBSERVATIONS
+    grammars: GrammarCompiler | None = None
 
     def __init__(self, name: str, new_text: Callable[[], TextT], max_held_tokens: int = MAX_HELD_TOKENS) -> None:
         self.name = name

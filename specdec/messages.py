@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from specdec.errors import InvalidArgumentError
 from specdec.parameters import WholeNumber
 from specdec.types import (
+    GRAMMARS,
     MAX_DRAFT_TOKENS,
     SAMPLING_PARAMETERS,
     AcceptanceRuleName,
@@ -37,8 +38,19 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
             problem = _vocabulary_problem(parameter.kind.token_ids(value), vocab_size)
         if problem:
             problems[f"sampling.{name}"] = problem
+    problems |= _grammar_problems(params)
     if problems:
         raise InvalidArgumentError(problems)
+
+
+def _grammar_problems(params: SamplingParams) -> dict[str, str]:
+    given = [name for name in GRAMMARS if getattr(params, name) is not None]
+    if len(given) > 1:
+        return {f"sampling.{given[1]}": f"cannot be combined with {given[0]}; give one of {', '.join(GRAMMARS)}"}
+    if given and params.ignore_eos:
+        problem = f"cannot be combined with {given[0]}, whose text ends with that token; leave it unset"
+        return {"sampling.ignore_eos": problem}
+    return {}
 
 
 def sampling_from_proto(message: types_pb2.SamplingParams, vocab_size: int | None = None) -> SamplingParams:

@@ -150,6 +150,28 @@ class Texts(Kind):
 
 
 @dataclass(frozen=True)
+class Text(Kind):
+    """One text, which is not empty."""
+
+    max_characters: int
+    metavar: str = "TEXT"
+
+    def parse(self, text: str) -> str:
+        """Return the text."""
+        return text
+
+    def problem(self, value: Any) -> str | None:
+        """Return what is wrong with a value, without repeating it."""
+        if not isinstance(value, str):
+            return f"is {value!r}; give a text"
+        if has_no_encoding(value):
+            return "is a text without a UTF-8 encoding; mend it first"
+        if not 1 <= len(value) <= self.max_characters:
+            return f"has {len(value)} characters; give 1 to {self.max_characters}, or leave it unset"
+        return None
+
+
+@dataclass(frozen=True)
 class TokenIds(Kind):
     """Some token ids."""
 

@@ -3,18 +3,33 @@
 Number types are open on purpose: production distributions hold floats, the proofs run the same code on fractions.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import Enum
 from types import MappingProxyType
-from typing import TypedDict
+from typing import Any, TypedDict
 
-from specdec.parameters import MAX_UINT32, Biases, Number, Parameter, Switch, Texts, TokenIds, WholeNumber, parameter
+from specdec.parameters import (
+    MAX_UINT32,
+    Biases,
+    Number,
+    Parameter,
+    Switch,
+    Text,
+    Texts,
+    TokenIds,
+    WholeNumber,
+    parameter,
+)
 
 MAX_DRAFT_TOKENS = 32  # a support is at most 1024 tokens of 8 bytes: 32 of them stay under 300 kB
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_CHARACTERS = 65_536
 MIN_REPETITION_PENALTY = 0.009999999776482582  # 0.01 as a 32-bit float; far smaller ones make logits infinite
-DRAWING, ENDING = "How tokens are drawn", "When generation ends"
+DRAWING, ENDING, FORM = "How tokens are drawn", "When generation ends", "What the text must look like"
+GRAMMARS = ("json_schema", "regex", "lark")  # fields of which at most one is set
 _NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
@@ -23,7 +38,8 @@ class SamplingParams:
     """How tokens are drawn from logits; the defaults change nothing.
 
     The fields are the one table of sampling parameters: validation and the command line's flags derive from it.
-    `stop` may be one text or several. Ranges: protos/specdec/v1/types.proto.
+    `stop` may be one text or several; `json_schema` may be a mapping, which becomes a text.
+    Ranges: protos/specdec/v1/types.proto.
     """
 
     temperature: float = parameter(1.0, Number(0, 100), "0 takes the most probable token", group=DRAWING)
@@ -67,8 +83,23 @@ class SamplingParams:
         (), TokenIds(256), "end after this token; repeatable", group=ENDING, flag="--stop-token-id"
     )
     ignore_eos: bool = parameter(False, Switch(), "continue after the model's end-of-sequence token", group=ENDING)
+    json_schema: str | Mapping[str, Any] | None = parameter(
+        None, Text(MAX_GRAMMAR_CHARACTERS, metavar="SCHEMA"), "the text is JSON that this schema allows", group=FORM
+    )
+    regex: str | None = parameter(
+        None, Text(MAX_GRAMMAR_CHARACTERS, metavar="REGEX"), "the text matches this regular expression", group=FORM
+    )
+    lark: str | None = parameter(
+        None,
+        Text(MAX_GRAMMAR_CHARACTERS, metavar="GRAMMAR"),
+        "the text is derived from the rule `start` of this grammar, in Lark's EBNF",
+        group=FORM,
+    )
 
     def __post_init__(self) -> None:
+        if isinstance(self.json_schema, Mapping):
+            with suppress(TypeError, ValueError):  # what is no JSON is refused where the parameters are checked
+                object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
@@ -79,6 +110,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Return whether a distribution depends on which tokens came before it."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """Return the field that says what the text must look like, and its value; None if none is set."""
+        return next(((name, value) for name in GRAMMARS if (value := getattr(self, name)) is not None), None)
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -98,6 +134,9 @@ class SamplingKeywords(TypedDict, total=False):
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    lark: str | None
 
 
 SAMPLING_PARAMETERS: Mapping[str, Parameter] = {

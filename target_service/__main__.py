@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 
 import specdec.serving.process_start  # noqa: F401  # first: a package that is missing becomes one sentence
 from specdec.engine import EngineError
+from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import load_model, new_engine, running
 from specdec.serving.process_status import StatusServicer
 from specdec.serving.server import Server, run_process
 from specdec.serving.settings import load
+from specdec.serving.tokenizer import load_tokenizer
 from specdec.v1 import status_pb2_grpc, target_pb2_grpc
 from target_service.metrics import METRICS
 from target_service.scorer import Scorer
@@ -32,7 +34,9 @@ async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]
     scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size)
     engine = new_engine(settings, model, scorer)
     METRICS.watch(engine)
-    target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(engine, scorer, info), server.grpc)
+    grammars = GrammarCompiler(lambda: load_tokenizer(settings.model), info.vocab_size, info.eos_token_ids)
+    servicer = TargetServicer(engine, scorer, info, grammars)
+    target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
     status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer("target"), server.grpc)
     async with running(engine, server, settings.stalled_s):
         yield

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from specdec.engine import Task
-from specdec.errors import NonFiniteLogitsError
+from specdec.errors import InvalidArgumentError, NonFiniteLogitsError
 from specdec.exact import codec
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import (
@@ -100,19 +100,21 @@ class ScoreTask(Task[Scores]):
             self.num_rows = min(len(self.tokens), self.watch.window + self.num_positions - 1)
 
     def contexts(self) -> list[SamplingContext]:
-        """Return what each position's distribution depends on, [N + 1]."""
-        sampling = self.session.sampling
-        if not sampling.has_penalties:
+        """Return what each position's distribution depends on, [N + 1]. Raises InvalidArgumentError by its grammar."""
+        sampling, grammar = self.session.sampling, self.session.grammar.text
+        if not sampling.has_penalties and not grammar:
             return [SamplingContext(sampling)] * self.num_positions
-        given, session = self.round, self.session
-        counts = session.counts.update(
-            given.start, self.sequence.tokens, given.committed_length, session.num_prompt_tokens
-        )
-        paths = [path_to(position, given.tree) for position in range(self.num_positions)]
-        return [
-            SamplingContext(sampling, completion=[given.draft_tokens[index] for index in path], counts=counts)
-            for path in paths
-        ]
+        given, num_prompt = self.round, self.session.num_prompt_tokens
+        text = given.start, self.sequence.tokens, given.committed_length, num_prompt
+        counts = self.session.counts.update(*text) if sampling.has_penalties else None
+        if grammar:
+            grammar.follow(*text).check_fits()
+        contexts = []
+        for position in range(self.num_positions):
+            path = [given.draft_tokens[index] for index in path_to(position, given.tree)]
+            allowed = grammar.allowed(path) if grammar else None
+            contexts.append(SamplingContext(sampling, completion=path, counts=counts, allowed=allowed))
+        return contexts
 
 
 class Scorer:
@@ -133,12 +135,14 @@ class Scorer:
         return min(self._observation_window, max(1, MAX_OBSERVED_BYTES // max(1, token_bytes)))
 
     def __call__(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> None:
-        """End each task with its scores, or with NonFiniteLogitsError, from logits [sum of num_rows, V]."""
+        """End each task with its scores, or with its error, from logits [sum of num_rows, V]."""
         METRICS.observe_batch(len(tasks))
         logits = drop_padding(logits, self._vocab_size)
-        rows_of = list(torch.split(logits, [task.num_rows for task in tasks]))
+        parts = torch.split(logits, [task.num_rows for task in tasks])
+        tasks, rows_of, contexts = _with_contexts(tasks, parts)
+        if not tasks:
+            return
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
-        contexts = [context for task in tasks for context in task.contexts()]
         distributions = next_token_distributions(scored, contexts, self._vocab_size)
         finite = is_finite(distributions)
         answers = _target_distributions(tasks, distributions)
@@ -149,6 +153,22 @@ class Scorer:
                 continue
             positions = tuple(answers[begin:end])
             task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
+
+
+def _with_contexts(
+    tasks: Sequence[ScoreTask], rows_of: Sequence[torch.Tensor]
+) -> tuple[list[ScoreTask], list[torch.Tensor], list[SamplingContext]]:
+    """Return the tasks that can be scored, the rows of each, and the contexts of all positions; fail the others."""
+    scorable, their_rows, contexts = list[ScoreTask](), list[torch.Tensor](), list[SamplingContext]()
+    for task, rows in zip(tasks, rows_of, strict=True):
+        try:
+            contexts += task.contexts()
+        except InvalidArgumentError as error:
+            task.fail(error)
+        else:
+            scorable.append(task)
+            their_rows.append(rows)
+    return scorable, their_rows, contexts
 
 
 def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from specdec.engine import CacheMiss, EngineLoop
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
+from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import (
     EpochFence,
@@ -31,10 +32,13 @@ MAX_STEP_S = 5.0  # a forward that takes longer may hang
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """Serves one model."""
 
-    def __init__(self, engine: EngineLoop[ScoreTask], scorer: Scorer, model: ModelInfo) -> None:
+    def __init__(
+        self, engine: EngineLoop[ScoreTask], scorer: Scorer, model: ModelInfo, grammars: GrammarCompiler | None = None
+    ) -> None:
         self._engine = engine
         self._scorer = scorer
         self._model = model
+        self._grammars = grammars
         self._fence = EpochFence()
 
     async def GetTarget(self, request: target_pb2.GetTargetRequest, context: Any) -> target_pb2.GetTargetResponse:
@@ -49,7 +53,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def _begin(self, opening: target_pb2.OpenTarget) -> "ScoreRounds":
         self._check_model(opening.model_fingerprint)
-        session = session_from_proto(opening.session, self._model.vocab_size)
+        session = session_from_proto(opening.session, self._model.vocab_size, grammars=self._grammars)
         return ScoreRounds(session, self, observing_from_proto(opening, self._model.num_layers))
 
     def forget(self, session: WorkerSession) -> None:
@@ -164,6 +168,7 @@ class ScoreRounds(SessionRounds):
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
         """Score one round."""
+        await self.session.grammar.compile(self.session.sampling)
         return await self._servicer.score(self.session, message, self._observing, match=is_first)
 
     def in_progress(self) -> target_pb2.ScoreResponse | None:

@@ -21,6 +21,7 @@ from specdec.engine import CacheMiss, EngineError, EngineLoop, TaskTimes
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.prefix import chain
 from specdec.exact.values import Proposal, Timing
+from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
@@ -70,9 +71,17 @@ class ModelDrafter:
 
     observations = NO_OBSERVATIONS
 
-    def __init__(self, name: str, engine: EngineLoop[Any], model: ModelInfo, drafts_ahead: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: EngineLoop[Any],
+        model: ModelInfo,
+        drafts_ahead: bool,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self.name = name
         self.model = model
+        self.grammars = grammars
         self._engine = engine
         self._drafts_ahead = drafts_ahead
         self._ahead: dict[

@@ -17,10 +17,11 @@ from draft_service.model.tasks import DraftProcessor
 from draft_service.model.translating import TranslatingDrafter, TranslatingProcessor
 from draft_service.model.vocabulary import shared_vocabulary
 from specdec.engine import EngineError, EngineLoop, LanguageModel
-from specdec.serving.model_worker import load_model, new_engine, running
+from specdec.serving.grammars import GrammarCompiler
+from specdec.serving.model_worker import eos_token_ids, load_model, new_engine, running
 from specdec.serving.server import Server
 from specdec.serving.telemetry import get_logger
-from specdec.serving.tokenizer import fingerprint, load_tokenizer
+from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
 from specdec.types import ModelInfo
 
 
@@ -43,10 +44,13 @@ async def started_drafter(
     target = load_tokenizer(target_tokenizer) if target_tokenizer else None
     try:
         loaded, info = await load_model(settings, model, layers, quantization)
-        if target and fingerprint(target) != info.tokenizer_fingerprint:
-            return await _translating(name, settings, loaded, info, target, load_tokenizer(model), start)
+        if target and target_tokenizer and fingerprint(target) != info.tokenizer_fingerprint:
+            eos = eos_token_ids(tokenizer_folder(target_tokenizer))
+            grammars = GrammarCompiler(lambda: target, num_token_ids(target), eos)
+            return await _translating(name, settings, loaded, info, target, load_tokenizer(model), start, grammars)
+        grammars = GrammarCompiler(lambda: load_tokenizer(model), info.vocab_size, info.eos_token_ids)
         processor = DraftProcessor(info.vocab_size, settings.support_mass, settings.support_max)
-        return ModelDrafter(name, await start(loaded, processor), info, settings.draft_ahead)
+        return ModelDrafter(name, await start(loaded, processor), info, settings.draft_ahead, grammars)
     except EngineError as error:
         raise ValueError(str(error)) from error
 
@@ -59,6 +63,7 @@ async def _translating(
     target: Tokenizer,
     draft: Tokenizer,
     start: Callable[[LanguageModel, DraftProcessor], Awaitable[EngineLoop[Any]]],
+    grammars: GrammarCompiler,
 ) -> TranslatingDrafter:
     """Return a drafter with a model of another tokenizer. Raises ValueError where the two have nothing in common."""
     draft.encode_special_tokens = True  # text that looks like a special token is text
@@ -67,7 +72,7 @@ async def _translating(
     reencoder = Reencoder(target, draft, info.vocab_size)
     engine = await start(model, TranslatingProcessor(vocabulary, settings.support_mass, settings.support_max))
     seen_as = replace(info, tokenizer_fingerprint=fingerprint(target), eos_token_ids=())
-    return TranslatingDrafter(name, engine, seen_as, vocabulary, partial(ReencodedText, reencoder))
+    return TranslatingDrafter(name, engine, seen_as, vocabulary, partial(ReencodedText, reencoder), grammars)
 
 
 async def _running_engine(

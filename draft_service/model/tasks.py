@@ -10,7 +10,14 @@ from specdec.engine import Task
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.prefix import chain
 from specdec.exact.randomness import Purpose, uniforms
-from specdec.exact.sampling import SamplingContext, draft_distributions, draw
+from specdec.exact.sampling import (
+    SamplingContext,
+    allowed_logits,
+    draft_distributions,
+    draw,
+    drop_padding,
+    for_draft,
+)
 from specdec.exact.values import Proposal, SparseDistribution
 from specdec.serving.session_stream import WorkerSession
 
@@ -79,12 +86,15 @@ class ProposeTask(Task[Proposal]):
 
     def context(self) -> SamplingContext:
         """Return what the next distribution depends on."""
-        sampling = self.session.sampling
-        if not sampling.has_penalties:
+        sampling, grammar = self.session.sampling, self.session.grammar.text
+        if not sampling.has_penalties and not grammar:
             return SamplingContext(sampling)
         text, num_committed = self.sequence.tokens, min(self.num_committed, self.sequence.length)
-        counts = self.session.counts.update(self.start, text, num_committed, self.session.num_prompt_tokens)
-        return SamplingContext(sampling, completion=text[num_committed:], counts=counts)
+        known = self.start, text, num_committed, self.session.num_prompt_tokens
+        counts = self.session.counts.update(*known) if sampling.has_penalties else None
+        drafted = text[num_committed:]
+        allowed = grammar.follow(*known).allowed_in_draft(drafted) if grammar else None
+        return SamplingContext(sampling, completion=drafted, counts=counts, allowed=allowed)
 
     def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
         """Draw a token and continue with it, or finish with the K-th, whose state is not needed.
@@ -140,9 +150,11 @@ class DraftProcessor:
         if not drafting:
             return
         contexts = [task.context() for task in drafting]
-        logits = self.in_target_ids(logits)
+        logits = drop_padding(self.in_target_ids(logits), self._vocab_size)
+        contexts = for_draft(logits, contexts)
         distributions = draft_distributions(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
-        for task, distribution, confidence in zip(drafting, distributions, confidences(logits), strict=True):
+        chances = confidences(allowed_logits(logits, contexts))
+        for task, distribution, confidence in zip(drafting, distributions, chances, strict=True):
             if distribution.token_ids:
                 task.draw_from(distribution, confidence)
             else:
@@ -154,7 +166,7 @@ class DraftProcessor:
 
 
 def confidences(logits: torch.Tensor) -> list[float]:
-    """Return the chances that the next draft tokens are accepted, from logits [N, V] before any sampling parameters.
+    """Return the chances that the next draft tokens are accepted, from logits [N, V] of tokens that are allowed.
 
     A draft's largest probability tells how sure it is, also where temperature 0 leaves its distribution one-hot (Li et
     al. 2024, "EAGLE-2", section 4: confidence and acceptance go together).

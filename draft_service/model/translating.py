@@ -21,6 +21,7 @@ from specdec.engine import CacheMiss, EngineLoop
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext
 from specdec.exact.values import Proposal
+from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import ModelInfo
@@ -41,7 +42,10 @@ class TranslatedTask(ProposeTask):
     def context(self) -> SamplingContext:
         """Return what the next distribution depends on, in the target's tokens."""
         sampling, num_prompt = self.session.sampling, self.session.num_prompt_tokens
-        return SamplingContext(sampling, self._committed[:num_prompt], [*self._committed[num_prompt:], *self.drawn])
+        completion, grammar = self._committed[num_prompt:], self.session.grammar.text
+        held = grammar.follow(0, self._committed, len(self._committed), num_prompt) if grammar else None
+        allowed = held.allowed_in_draft(self.drawn) if held else None
+        return SamplingContext(sampling, self._committed[:num_prompt], [*completion, *self.drawn], allowed=allowed)
 
     def to_feed(self, token: int) -> int:
         """Return the draft's id of a drawn token."""
@@ -73,8 +77,10 @@ class TranslatingDrafter(TextDrafter[ReencodedText]):
         model: ModelInfo,
         vocabulary: SharedVocabulary,
         new_text: Callable[[], ReencodedText],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         super().__init__(name, new_text)
+        self.grammars = grammars
         self._context_length = model.context_length
         # sessions are checked in the target's tokens, of which there may be more than the draft's context holds
         self.model = replace(model, vocab_size=vocabulary.num_target_ids, context_length=self.model.context_length)

@@ -1,7 +1,7 @@
 """Logits to rows: sampling parameters, truncation to a support, and draws; batched over the rows of many sessions.
 
-Order: mask past the vocabulary, logit_bias, penalties, temperature, top_k, top_p, min_p, renormalise. Both services run
-this same code, so that draft and target rows mean the same thing.
+Order: mask past the vocabulary, grammar, logit_bias, penalties, temperature, top_k, top_p, min_p, renormalise. Both
+services run this same code, so that draft and target rows mean the same thing.
 
 Sources: nucleus sampling, Holtzman et al. 2020; min-p, Nguyen et al. 2024; repetition penalty, Keskar et al. 2019.
 """
@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -34,6 +34,12 @@ class SamplingContext:
     prompt: Sequence[int] = ()  # only read where there are penalties
     completion: Sequence[int] = ()  # committed completion, then the draft tokens before this row
     counts: TokenCounts | None = None  # of the text before `completion`, instead of `prompt`
+    allowed: np.ndarray | None = None  # bool [vocab_size], the tokens that the session's grammar allows; None: all
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens of the target's vocabulary are treated one by one."""
+        return bool(self.sampling.logit_bias) or self.sampling.has_penalties or self.allowed is not None
 
 
 def next_token_distributions(
@@ -43,7 +49,7 @@ def next_token_distributions(
 
     A row whose logits hold a NaN or +inf, or nothing finite, comes back as NaN throughout: see `is_finite`.
     """
-    logits = add_bias_and_penalties(drop_padding(logits, vocab_size), contexts)
+    logits = changed_logits(drop_padding(logits, vocab_size), contexts)
     return _rows(logits, [context.sampling for context in contexts])
 
 
@@ -54,7 +60,8 @@ def draft_distributions(
 
     One-hot rows need neither a softmax nor a sort, which are most of what a small draft costs.
     """
-    logits = add_bias_and_penalties(drop_padding(logits, vocab_size), contexts)
+    logits = drop_padding(logits, vocab_size)
+    logits = changed_logits(logits, for_draft(logits, contexts))
     params = [context.sampling for context in contexts]
     if all(param.temperature == 0 for param in params):
         maximum, position = logits.max(dim=-1)
@@ -85,8 +92,9 @@ def drop_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return logits[:, :vocab_size]
 
 
-def add_bias_and_penalties(logits: torch.Tensor, contexts: Sequence[SamplingContext]) -> torch.Tensor:
-    """Change the logits of the tokens that a session biases or has seen; rows without either are untouched."""
+def changed_logits(logits: torch.Tensor, contexts: Sequence[SamplingContext]) -> torch.Tensor:
+    """Change the logits of the tokens that a session forbids, biases or has seen; other rows are untouched."""
+    logits = allowed_logits(logits, contexts)
     touched = [index for index, c in enumerate(contexts) if c.sampling.logit_bias or c.sampling.has_penalties]
     if not touched:
         return logits
@@ -99,6 +107,29 @@ def add_bias_and_penalties(logits: torch.Tensor, contexts: Sequence[SamplingCont
         if sampling.has_penalties:
             _penalise(logits[index], contexts[index])
     return logits
+
+
+def allowed_logits(logits: torch.Tensor, contexts: Sequence[SamplingContext]) -> torch.Tensor:
+    """Return logits [N, V] that are -inf where a session's grammar allows no token."""
+    if all(context.allowed is None for context in contexts):
+        return logits
+    logits = logits.clone()
+    for row, context in zip(logits, contexts, strict=True):
+        if context.allowed is not None:
+            row.masked_fill_(torch.from_numpy(~context.allowed).to(row.device), -torch.inf)
+    return logits
+
+
+def for_draft(logits: torch.Tensor, contexts: Sequence[SamplingContext]) -> list[SamplingContext]:
+    """Return the contexts of rows [N, V], without grammars that allow only tokens that a draft does not know."""
+    return [
+        context if context.allowed is None or _knows_any(row, context.allowed) else replace(context, allowed=None)
+        for row, context in zip(logits, contexts, strict=True)
+    ]
+
+
+def _knows_any(logits: torch.Tensor, allowed: np.ndarray) -> bool:
+    return bool(logits[torch.from_numpy(allowed).to(logits.device)].isfinite().any())
 
 
 def _penalise(logits: torch.Tensor, context: SamplingContext) -> None:

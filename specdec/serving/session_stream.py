@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, UnavailableError
 from specdec.exact.token_counts import TokenCounts
+from specdec.serving.grammars import GrammarCompiler, SessionGrammar
 from specdec.serving.telemetry import get_logger
 from specdec.serving.tracing import spans
 from specdec.types import SamplingParams
@@ -45,6 +46,7 @@ class WorkerSession:
     target: str = ""  # fingerprint of the model that the text belongs to, as far as the worker is told
     incarnation: str = ""  # which session of that id; empty: not recorded
     counts: TokenCounts = field(default_factory=TokenCounts, compare=False)  # of its text, on the thread of the model
+    grammar: SessionGrammar = field(default_factory=SessionGrammar, compare=False)
 
     @property
     def key(self) -> str:
@@ -64,11 +66,21 @@ class WorkerSession:
         return seed
 
 
-def session_from_proto(message: types_pb2.OpenSession, vocab_size: int | None, target: str = "") -> WorkerSession:
+def session_from_proto(
+    message: types_pb2.OpenSession,
+    vocab_size: int | None,
+    target: str = "",
+    grammars: GrammarCompiler | None = None,
+) -> WorkerSession:
     """Check a stream's first message. Raises InvalidArgumentError."""
-    sampling = check_open(message, vocab_size)
     return WorkerSession(
-        message.session_id, message.epoch, sampling, message.num_prompt_tokens, target, message.incarnation
+        session_id=message.session_id,
+        epoch=message.epoch,
+        sampling=check_open(message, vocab_size),
+        num_prompt_tokens=message.num_prompt_tokens,
+        target=target,
+        incarnation=message.incarnation,
+        grammar=SessionGrammar(grammars),
     )
 
 

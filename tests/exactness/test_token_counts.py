@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.exact.sampling import SamplingContext, add_bias_and_penalties
+from specdec.exact.sampling import SamplingContext, changed_logits
 from specdec.exact.token_counts import TokenCounts
 from specdec.types import SamplingParams
 
@@ -39,9 +39,9 @@ def test_counts_give_the_logits_of_the_whole_text(
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
     counted = SamplingContext(sampling, completion=drafted, counts=counts)
     whole = SamplingContext(sampling, text[:10], [*text[10:], *drafted])
-    penalised = add_bias_and_penalties(logits, [counted] * 3)
+    penalised = changed_logits(logits, [counted] * 3)
     assert torch.equal(penalised, by_token(logits, text, drafted, sampling))
-    assert torch.equal(penalised, add_bias_and_penalties(logits, [whole] * 3))
+    assert torch.equal(penalised, changed_logits(logits, [whole] * 3))
 
 
 def by_token(logits: torch.Tensor, text: list[int], drafted: list[int], sampling: SamplingParams) -> torch.Tensor:

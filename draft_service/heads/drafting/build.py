@@ -24,10 +24,11 @@ from draft_service.heads.vocabulary import DraftVocabulary
 from specdec.engine import EngineError
 from specdec.engine.pretrained import choose_device, choose_dtype
 from specdec.serving.background import in_background
-from specdec.serving.model_worker import running
+from specdec.serving.grammars import GrammarCompiler
+from specdec.serving.model_worker import eos_token_ids, running
 from specdec.serving.server import Server
 from specdec.serving.telemetry import get_logger
-from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids
+from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
 from specdec.types import ModelInfo
 
 
@@ -90,7 +91,14 @@ async def build_drafter(
     loop = HeadLoop(runner)
     get_logger().info("loaded", head=folder, elapsed_s=round(time.perf_counter() - begin, 2))
     await stack.enter_async_context(running(loop, server, settings.stalled_s))
-    return HeadDrafter(name, runner, loop, model)
+    return HeadDrafter(name, runner, loop, model, _grammars(settings, model))
+
+
+def _grammars(settings: HeadSettings, model: ModelInfo) -> GrammarCompiler:
+    target = settings.head_target
+    assert target, "checked at the start"
+    eos = eos_token_ids(tokenizer_folder(target))
+    return GrammarCompiler(lambda: load_tokenizer(target), model.vocab_size, eos)
 
 
 def load_runner(

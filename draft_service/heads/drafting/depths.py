@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from draft_service.heads.drafting.predictions import Predictions
 from draft_service.heads.drafting.rounds import DrawnChain, HeadRound
 from draft_service.heads.drafting.tree import MAX_CHILDREN, best_paths
+from specdec.exact.sampling import SamplingContext
 
 
 def end_rounds(rounds: Sequence[HeadRound], logits: torch.Tensor, predictions: Predictions, draws: bool) -> None:
@@ -22,7 +24,7 @@ def end_rounds(rounds: Sequence[HeadRound], logits: torch.Tensor, predictions: P
 def _end_chosen(rounds: Sequence[HeadRound], logits: torch.Tensor, predictions: Predictions) -> None:
     num_depths = logits.shape[1]
     width = min(MAX_CHILDREN, max(one.num_draft_tokens for one in rounds))
-    contexts = [one.ranking() for one in rounds for _ in range(num_depths)]
+    contexts = [context for one in rounds for context in _rankings(one, num_depths)]
     tokens, probs = predictions.ranked(logits.flatten(0, 1), contexts, width)
     for number, one in enumerate(rounds):
         own = slice(number * num_depths, (number + 1) * num_depths)
@@ -32,11 +34,17 @@ def _end_chosen(rounds: Sequence[HeadRound], logits: torch.Tensor, predictions: 
             one.finish(best_paths(tokens[own], probs[own], one.num_draft_tokens))
 
 
+def _rankings(one: HeadRound, num_depths: int) -> list[SamplingContext]:
+    """Return what the ranks at each depth depend on; a grammar is known after the text alone, so at the first one."""
+    first = one.ranking()
+    return [first, *[replace(first, allowed=None)] * (num_depths - 1)]
+
+
 def _end_drawn(one: HeadRound, logits: torch.Tensor, predictions: Predictions) -> None:
     """Draw a chain from logits [depths, draft_vocab_size]; penalties count the tokens drawn before."""
     chain = DrawnChain(one.session, one.request)
     logits = logits[: one.num_draft_tokens]
-    together = [] if one.has_penalties else predictions.distributions(logits, [one.context()] * len(logits))
+    together = [] if one.depends_on_path else predictions.distributions(logits, [one.context()] * len(logits))
     for depth in range(len(logits)):
         if together:
             distribution = together[depth]

@@ -10,6 +10,7 @@ from draft_service.metrics import METRICS
 from specdec.engine import EngineError
 from specdec.errors import InternalError, UnavailableError
 from specdec.exact.values import Proposal, Timing
+from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.session_stream import WorkerSession
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo
@@ -18,8 +19,15 @@ from specdec.types import ModelInfo
 class HeadDrafter:
     """Drafts with a head from the target's hidden states. Where they were lost it drafts nothing in that round."""
 
-    def __init__(self, name: str, runner: Runner[Any], loop: HeadLoop[Any], model: ModelInfo) -> None:
-        self.name, self.model = name, model
+    def __init__(
+        self,
+        name: str,
+        runner: Runner[Any],
+        loop: HeadLoop[Any],
+        model: ModelInfo,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        self.name, self.model, self.grammars = name, model, grammars
         self.observations = runner.observations
         self._runner, self._loop = runner, loop
 

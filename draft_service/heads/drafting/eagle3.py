@@ -141,7 +141,7 @@ class Eagle3Round(HeadRound):
 
     def paths(self) -> list[list[int]]:
         """Return the tokens on the way to each position to predict after; empty lists where none depends on them."""
-        if not self.has_penalties:
+        if not self.depends_on_path:
             return [[]] * len(self.expanded)
         if self.chain:
             return [self.chain.tokens]

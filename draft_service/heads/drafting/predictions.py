@@ -1,7 +1,7 @@
 """From a head's logits to candidates, or to the distributions that draft tokens are drawn from.
 
 A reduced vocabulary is mapped to the target's. Sampling parameters apply as for every drafter; only where a session has
-penalties or biases, which name the target's tokens, are its logits scattered to the whole vocabulary first.
+a grammar, penalties or biases, which name the target's tokens, are its logits scattered to the whole vocabulary first.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from draft_service.heads.vocabulary import DraftVocabulary
-from specdec.exact.sampling import NEUTRAL, SamplingContext, draft_distributions, next_token_distributions
+from specdec.exact.sampling import NEUTRAL, SamplingContext, draft_distributions, for_draft, next_token_distributions
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 
@@ -33,10 +33,10 @@ class Predictions:
     def ranked(self, logits: torch.Tensor, contexts: Sequence[SamplingContext], num_tokens: int) -> Ranking:
         """Return each row's most probable tokens; the contexts hold `ranking_params`."""
         logits, contexts, is_scattered = self._prepared(logits, contexts)
-        if all(context.sampling is NEUTRAL for context in contexts):
+        if all(context.sampling is NEUTRAL and context.allowed is None for context in contexts):
             rows = logits.softmax(dim=-1)
         else:
-            rows = next_token_distributions(logits, contexts, logits.shape[-1])
+            rows = next_token_distributions(logits, for_draft(logits, contexts), logits.shape[-1])
         probs, ids = rows.topk(min(num_tokens, rows.shape[-1]), dim=-1)
         return [self._named(row, is_scattered) for row in ids.tolist()], probs.tolist()
 
@@ -57,7 +57,7 @@ class Predictions:
             return logits[:, : self._vocab_size], contexts, False
         if self._padding is not None:
             logits = logits.masked_fill(self._padding, -torch.inf)
-        if not any(context.sampling.has_penalties or context.sampling.logit_bias for context in contexts):
+        if not any(context.changes_logits for context in contexts):
             return logits, contexts, False
         size = max(self._vocab_size, int(self._target_ids.max()) + 1)
         whole = logits.new_full((len(logits), size), -torch.inf)

@@ -89,16 +89,18 @@ class HeadRound:
         return self._context(self._ranking, path)
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether distributions depend on what was drawn before."""
-        return self.session.sampling.has_penalties
+    def depends_on_path(self) -> bool:
+        """Whether distributions depend on what was drawn before, besides the head's logits."""
+        return self.session.sampling.has_penalties or self.session.grammar.text is not None
 
     def _context(self, sampling: SamplingParams, path: Sequence[int]) -> SamplingContext:
-        if not self.has_penalties:
+        if not self.depends_on_path:
             return SamplingContext(sampling)
-        text, num_prompt = self.held.tokens, self.session.num_prompt_tokens
-        counts = self.session.counts.update(self.request.start, text, len(text), num_prompt)
-        return SamplingContext(sampling, completion=path, counts=counts)
+        session, text, grammar = self.session, self.held.tokens, self.session.grammar.text
+        known = self.request.start, text, len(text), session.num_prompt_tokens
+        counts = session.counts.update(*known) if sampling.has_penalties else None
+        allowed = grammar.follow(*known).allowed_in_draft(path) if grammar else None
+        return SamplingContext(sampling, completion=path, counts=counts, allowed=allowed)
 
 
 class DrawnChain:

@@ -1,0 +1,72 @@
+"""Grammars of sessions, compiled on a thread: no grammar stalls other sessions, and their number is limited."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tokenizers import Tokenizer
+
+from specdec.errors import InvalidArgumentError, OverloadedError
+from specdec.exact.grammar import Grammar, Grammars, GrammarText
+from specdec.types import SamplingParams
+
+MAX_WAITING = 64  # grammars that wait to be compiled
+
+
+class GrammarCompiler:
+    """Compiles grammars for the tokenizer of one model. What it needs is built with the first one."""
+
+    def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._grammars: Grammars | None = None  # on the thread
+        self._thread: ThreadPoolExecutor | None = None
+        self._num_waiting = 0
+
+    async def text(self, sampling: SamplingParams) -> GrammarText | None:
+        """Return an empty completion of a session, None where it may have any form.
+
+        Raises InvalidArgumentError for a wrong grammar, OverloadedError where too many wait.
+        """
+        grammar = sampling.grammar
+        if grammar is None:
+            return None
+        if not self._eos_token_ids:
+            problem = "cannot be used: this model has no end-of-sequence token with which a text could end"
+            raise InvalidArgumentError({f"sampling.{grammar[0]}": problem})
+        if self._num_waiting >= MAX_WAITING:
+            raise OverloadedError(f"{self._num_waiting} grammars wait to be compiled; try again soon", limit="grammars")
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, grammar)
+        finally:
+            self._num_waiting -= 1
+
+    def _compiled(self, grammar: Grammar) -> GrammarText:
+        if self._grammars is None:
+            try:
+                self._grammars = Grammars(self._tokenizer().to_str(), self._vocab_size, self._eos_token_ids)
+            except ValueError as error:
+                problem = f"cannot be used with this model's tokenizer: {error}"
+                raise InvalidArgumentError({f"sampling.{grammar[0]}": problem}) from error
+        return self._grammars.text(grammar)
+
+    def close(self) -> None:
+        """Drop what waits."""
+        if self._thread:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class SessionGrammar:
+    """A session's grammar at a worker, compiled by its first round."""
+
+    def __init__(self, compiler: GrammarCompiler | None = None) -> None:
+        """Without a compiler the worker knows no grammars."""
+        self._compiler = compiler
+        self.text: GrammarText | None = None  # for the thread of the model
+
+    async def compile(self, sampling: SamplingParams) -> None:
+        """Compile it unless that was tried before. Raises InvalidArgumentError, OverloadedError."""
+        compiler, self._compiler = self._compiler, None
+        if compiler:
+            self.text = await compiler.text(sampling)
