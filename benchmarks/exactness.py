@@ -30,7 +30,7 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from benchmarks.judging import Agreement, History, agreement, joint_distribution, reference_distribution
+from benchmarks.judging import LETTERS, Agreement, History, agreement, joint_distribution, reference_distribution
 from benchmarks.random_heads import save_heads
 from benchmarks.toy_drafters import KIND as TOY
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
@@ -38,7 +38,8 @@ from specdec.serving.child import Child, LogLine, print_errors
 from specdec.serving.local import HEADS, Command, Options, running, worker_commands
 from specdec.types import AcceptanceRuleName
 
-VOCAB_SIZE = 6
+VOCAB_SIZE = len(LETTERS)
+END = "f"  # of a text that has the form of its grammar
 NUM_TOKENS = 4
 NUM_DRAFT_TOKENS = 3
 NUM_TREE_TOKENS = 7
@@ -46,6 +47,8 @@ PROMPT = (0, 1, 4, 2, 5, 3, 1, 0)  # each token has followed another, so that n-
 TREE_DRAFTERS = (TOY.name, "recycle", "suffix", "model+recycle", *HEADS)
 SUPPORT_MASS, SUPPORT_MAX = 0.95, 4
 ROUNDED = "rounded"  # the draft whose weights are rounded to int8 when it is loaded
+CHOOSING = "(a[bc]|[bcd][ad]){3}"  # two letters or four are possible each time
+FORCING = "a(bcdaa|cabda)|b(addac|ddabc)|ccdaba"  # at most two letters are chosen, the others follow
 NUM_CONCURRENT = 64
 ASK_AGAIN_S = 0.2
 REJECT_BELOW = 1e-3
@@ -99,6 +102,13 @@ CASES = {
     "eagle3, top_p 0.8": Case(
         SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="eagle3")
     ),
+    "grammar": Case(SamplingParams(regex=CHOOSING)),
+    "grammar, forced text": Case(SamplingParams(regex=FORCING)),
+    "grammar, tree": Case(
+        SamplingParams(regex=CHOOSING, top_p=0.9),
+        SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name),
+    ),
+    "grammar, other tokenizer": Case(SamplingParams(regex=CHOOSING), draft="other"),
     "automatic": Case(speculation=SpeculationParams()),
     "tree": Case(speculation=SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter=TOY.name)),
     "tree, top_p 0.8": Case(
@@ -119,11 +129,9 @@ ARCHITECTURE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.4,
     "bos_token_id": None,
-    "eos_token_id": None,
 }
 
 
-LETTERS = "abcdef"[:VOCAB_SIZE]
 OTHER_TOKENS = ("f", "b", "ab", "a", "e", "c", "ca")  # of another tokenizer: other ids, two letters at once, and no d
 
 
@@ -139,7 +147,8 @@ def save_model(folder: Path, tokens: Sequence[str] = LETTERS, disturbance: float
     """Save a tiny random Llama with distributions far from uniform, and its tokenizer."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ARCHITECTURE | {"vocab_size": len(tokens)}))
+        sizes = {"vocab_size": len(tokens), "eos_token_id": tokens.index(END)}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ARCHITECTURE | sizes))
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=disturbance)
     model.save_pretrained(folder)
@@ -259,9 +268,12 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 
 
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
-    """Return a case's acceptance rate by its models; None for trees, for automatic K, and where weights are rounded."""
-    is_tree = case.speculation.drafter in TREE_DRAFTERS
-    if case.speculation.num_draft_tokens is None or is_tree or case.draft == ROUNDED:
+    """Return a case's acceptance rate by its models.
+
+    None for trees, for automatic K, where weights are rounded, and where the coordinator drafts by a grammar.
+    """
+    is_unknown = case.draft == ROUNDED or case.sampling.regex == FORCING
+    if case.speculation.num_draft_tokens is None or case.speculation.drafter in TREE_DRAFTERS or is_unknown:
         return None
     rule = case.speculation.acceptance_rule or AcceptanceRuleName.BLOCK
     rows = drafted_by(case, target, draft)
@@ -396,7 +408,7 @@ async def generate(
 
 async def generate_one(client: AsyncClient, case: Case, seed: int) -> Completion:
     """Generate one text."""
-    sampling = replace(case.sampling, seed=seed, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    sampling = replace(case.sampling, seed=seed, max_new_tokens=NUM_TOKENS, ignore_eos=not case.sampling.grammar)
     return await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=case.speculation)
 
 

@@ -3,9 +3,12 @@
 Nothing here calls the production sampling code: the reference must be independent of it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from specdec.types import SamplingParams
 History = tuple[int, ...]
 Floats = npt.NDArray[np.float64]
 
+LETTERS = "abcdef"  # the tokens of the models that are judged
+MATCHED_LETTERS = 6
 
 # ---- distributions of models, in floats
 
@@ -28,6 +33,9 @@ def reference_distribution(
     scores = [float(logit) for logit in logits]
     scores = [score + sampling.logit_bias.get(token, 0.0) for token, score in enumerate(scores)]
     scores = [penalised(score, token, sampling, prompt, completion) for token, score in enumerate(scores)]
+    # after a text that has probability 0 any distribution is right
+    if sampling.regex and (allowed := letters_after(sampling.regex, completion)):
+        scores = [score if token in allowed else -np.inf for token, score in enumerate(scores)]
     if sampling.temperature == 0:
         greedy: Floats = np.eye(len(scores))[scores.index(max(scores))]
         return greedy
@@ -43,6 +51,20 @@ def penalised(score: float, token: int, sampling: SamplingParams, prompt: Histor
         score = score / sampling.repetition_penalty if score > 0 else score * sampling.repetition_penalty
     count = completion.count(token)
     return score - sampling.frequency_penalty * count - (sampling.presence_penalty if count else 0.0)
+
+
+@cache
+def letters_after(regex: str, completion: History) -> frozenset[int]:
+    """Return which letters, a token each, may follow in a text of MATCHED_LETTERS letters that matches."""
+    place = len(completion)
+    return frozenset(text[place] for text in matching_texts(regex) if text[:place] == completion)
+
+
+@cache
+def matching_texts(regex: str) -> list[History]:
+    """Return the texts of MATCHED_LETTERS letters that a regular expression matches, by Python's own engine."""
+    texts = product(range(len(LETTERS)), repeat=MATCHED_LETTERS)
+    return [text for text in texts if re.fullmatch(regex, "".join(LETTERS[letter] for letter in text))]
 
 
 def survivors(probs: Floats, sampling: SamplingParams) -> Floats:

@@ -35,7 +35,7 @@ class SessionGrammars:
     def _compiler(self, target: ModelInfo) -> GrammarCompiler:
         key = target.vocab_size, target.eos_token_ids
         if key not in self._compilers:
-            self._compilers[key] = GrammarCompiler(lambda: self._tokenizer, *key)
+            self._compilers[key] = GrammarCompiler(self._tokenizer.to_str, *key)
         return self._compilers[key]
 
 

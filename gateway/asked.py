@@ -4,15 +4,24 @@ Fields that change no text (`user`, `prompt_cache_key`, `safety_identifier`) are
 """
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.fields import Fields, shown
 from gateway.problems import refused
+from gateway.response_format import form_of_answer
 from specdec.messages import check_speculation
 from specdec.parameters import MAX_UINT32
-from specdec.types import MAX_DRAFT_TOKENS, MAX_LOGPROBS, AcceptanceRuleName, SamplingParams, SpeculationParams
+from specdec.types import (
+    GRAMMARS,
+    MAX_DRAFT_TOKENS,
+    MAX_LOGPROBS,
+    AcceptanceRuleName,
+    SamplingParams,
+    SpeculationParams,
+)
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 MAX_SEED = 2**64 - 1
@@ -28,6 +37,9 @@ CHAT_NAMES = {
     "sampling.max_new_tokens": "max_completion_tokens",
     "sampling.num_logprobs": "top_logprobs",
     "sampling.stop_token_ids": "specdec.stop_token_ids",
+    "sampling.json_schema": "response_format",
+    "sampling.regex": "specdec.regex",
+    "sampling.lark": "specdec.lark",
 }
 COMPLETION_NAMES = {
     "text": "prompt",
@@ -36,6 +48,9 @@ COMPLETION_NAMES = {
     "sampling.max_new_tokens": "max_tokens",
     "sampling.num_logprobs": "logprobs",
     "sampling.stop_token_ids": "specdec.stop_token_ids",
+    "sampling.json_schema": "specdec.json_schema",
+    "sampling.regex": "specdec.regex",
+    "sampling.lark": "specdec.lark",
 }
 
 
@@ -96,6 +111,7 @@ def chat_asked(body: Any, max_choices: int) -> Asked:
         raise refused("top_logprobs", "needs logprobs; set logprobs to true")
     if is_wanted:
         values["num_logprobs"] = num_top or 0
+    values |= form_of_answer(fields.take("response_format"))
     _refuse_unsupported_of_chat(fields)
     return _asked(fields, True, model, (messages,), values, max_choices)
 
@@ -143,8 +159,7 @@ def _asked(
 
 
 def _refuse_unsupported_of_chat(fields: Fields) -> None:
-    """Refuse what this service cannot do, as tools and forms of the answer, unless it is asked to do nothing."""
-    fields.neutral("response_format", {"type": "text"})
+    """Refuse what this service cannot do, as tools, unless it is asked to do nothing."""
     fields.neutral("tools", [])
     fields.neutral("tool_choice", "none", "auto")
     fields.neutral("functions", [])
@@ -188,9 +203,11 @@ def _extension(given: Any) -> tuple[SpeculationParams | None, dict[str, Any]]:
     """Return what the field `specdec` asks for: speculation, and sampling parameters that OpenAI does not have."""
     if given is None:
         return None, {}
-    fields = Fields(given, "specdec")
     sampling: dict[str, Any] = {}
-    for name in ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos"):
+    if isinstance(given, Mapping) and isinstance(given.get("json_schema"), Mapping):
+        given = {**given, "json_schema": json.dumps(given["json_schema"])}
+    fields = Fields(given, "specdec")
+    for name in ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", *GRAMMARS):
         sampling |= fields.sampling(name)
     rule = fields.text("acceptance_rule")
     rules = {name.name.lower(): name for name in AcceptanceRuleName}

@@ -46,9 +46,9 @@ async def started_drafter(
         loaded, info = await load_model(settings, model, layers, quantization)
         if target and target_tokenizer and fingerprint(target) != info.tokenizer_fingerprint:
             eos = eos_token_ids(tokenizer_folder(target_tokenizer))
-            grammars = GrammarCompiler(lambda: target, num_token_ids(target), eos)
+            grammars = GrammarCompiler(target.to_str, num_token_ids(target), eos)
             return await _translating(name, settings, loaded, info, target, load_tokenizer(model), start, grammars)
-        grammars = GrammarCompiler(lambda: load_tokenizer(model), info.vocab_size, info.eos_token_ids)
+        grammars = GrammarCompiler(lambda: load_tokenizer(model).to_str(), info.vocab_size, info.eos_token_ids)
         processor = DraftProcessor(info.vocab_size, settings.support_mass, settings.support_max)
         return ModelDrafter(name, await start(loaded, processor), info, settings.draft_ahead, grammars)
     except EngineError as error:

@@ -17,6 +17,8 @@ from llguidance import LLMatcher, LLTokenizer
 from specdec.errors import InvalidArgumentError
 from specdec.exact.prefix import num_equal
 
+NOTHING_FOLLOWS, STATE = "NoExtensionBias", "<state>"  # llguidance's: why it stopped, and what follows an error's cause
+DEAD_END = "has led to a text that no token of this model can continue; change the grammar"
 MAX_PROBLEM_CHARACTERS = 300
 MAX_COMPILED = 64  # grammars that are kept; one of a usual schema is compiled in a millisecond
 
@@ -100,8 +102,10 @@ class GrammarText:
         self._check()
 
     def _check(self) -> None:
-        if self._matcher.is_error():
-            raise _refused(self._field, f"takes too much work: {self._matcher.get_error()}")
+        if not self._matcher.is_error():
+            return
+        cause = self._matcher.get_error().partition(STATE)[0]
+        raise _refused(self._field, DEAD_END if NOTHING_FOLLOWS in cause else f"takes too much work: {cause}")
 
 
 class Grammars:

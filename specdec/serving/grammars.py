@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from tokenizers import Tokenizer
-
 from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.exact.grammar import Grammar, Grammars, GrammarText
 from specdec.types import SamplingParams
@@ -16,8 +14,9 @@ MAX_WAITING = 64  # grammars that wait to be compiled
 class GrammarCompiler:
     """Compiles grammars for the tokenizer of one model. What it needs is built with the first one."""
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer_json` gives the tokenizer, as the package tokenizers writes it."""
+        self._tokenizer_json, self._vocab_size, self._eos_token_ids = tokenizer_json, vocab_size, tuple(eos_token_ids)
         self._grammars: Grammars | None = None  # on the thread
         self._thread: ThreadPoolExecutor | None = None
         self._num_waiting = 0
@@ -45,7 +44,7 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar) -> GrammarText:
         if self._grammars is None:
             try:
-                self._grammars = Grammars(self._tokenizer().to_str(), self._vocab_size, self._eos_token_ids)
+                self._grammars = Grammars(self._tokenizer_json(), self._vocab_size, self._eos_token_ids)
             except ValueError as error:
                 problem = f"cannot be used with this model's tokenizer: {error}"
                 raise InvalidArgumentError({f"sampling.{grammar[0]}": problem}) from error

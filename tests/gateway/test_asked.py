@@ -1,5 +1,6 @@
 """What requests may ask for: fields to parameters, and a refusal with the field's name for all else."""
 
+import json
 from typing import Any
 
 import pytest
@@ -47,6 +48,20 @@ def test_null_is_as_absent() -> None:
 @pytest.mark.parametrize(("fields", "num_logprobs"), [({}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0)])
 def test_logprobs_of_a_chat_are_a_switch(fields: dict[str, Any], num_logprobs: int | None) -> None:
     assert chat(**fields).sampling.num_logprobs == num_logprobs
+
+
+def test_response_formats_become_schemas() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    named = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    assert chat(response_format=named).sampling.json_schema == json.dumps(schema)
+    assert chat(response_format={"type": "json_object"}).sampling.json_schema == '{"type": "object"}'
+    assert chat(response_format={"type": "text"}).sampling.json_schema is None
+
+
+def test_completions_take_grammars_in_the_extension() -> None:
+    assert completion(specdec={"regex": "a+"}).sampling.regex == "a+"
+    assert completion(specdec={"json_schema": {"type": "object"}}).sampling.json_schema == '{"type": "object"}'
+    assert completion(specdec={"lark": "start: /a/"}).sampling.lark == "start: /a/"
 
 
 def test_one_stop_text_is_a_list_of_one() -> None:
@@ -169,8 +184,25 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"logprobs": 5}, "logprobs", "give true or false"),
     ({"top_logprobs": 5}, "top_logprobs", "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "the maximum is 20"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "is not supported"),
+    ({"response_format": "json"}, "response_format", "give a JSON object"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "give one of text, json_object, json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "response_format.json_schema.name",
+        "is missing",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": True}}},
+        "response_format.json_schema.schema",
+        "give a JSON schema",
+    ),
+    (
+        {"response_format": {"type": "json_object", "json_schema": {"name": "x", "schema": {}}}},
+        "response_format.json_schema",
+        "needs the type json_schema",
+    ),
+    ({"specdec": {"regex": ""}}, "specdec.regex", "has 0 characters"),
     ({"tools": [{"type": "function"}]}, "tools", "is not supported by this service; leave it out, or give []"),
     ({"tool_choice": "required"}, "tool_choice", "is not supported"),
     ({"audio": {"voice": "x"}}, "audio", "is not supported by this service; leave it out"),

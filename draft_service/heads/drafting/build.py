@@ -98,7 +98,7 @@ def _grammars(settings: HeadSettings, model: ModelInfo) -> GrammarCompiler:
     target = settings.head_target
     assert target, "checked at the start"
     eos = eos_token_ids(tokenizer_folder(target))
-    return GrammarCompiler(lambda: load_tokenizer(target), model.vocab_size, eos)
+    return GrammarCompiler(lambda: load_tokenizer(target).to_str(), model.vocab_size, eos)
 
 
 def load_runner(
