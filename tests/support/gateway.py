@@ -79,6 +79,9 @@ class Connection:
     async def until(self, words: bytes) -> bytes:
         return await self._reader.readuntil(words)
 
+    async def rest(self) -> bytes:
+        return await self._reader.read()
+
     async def answer(self) -> Answer:
         """Read one answer, to the end of its body."""
         first = (await self.line()).decode().split()
