@@ -36,8 +36,8 @@ export class Pane {
   drawFigures() {
     const { tokens, rounds, tokensPerRound, tokensPerSecond, firstMs, beginMs } = this.progress;
     this.part(".rate").textContent = decimal(tokensPerSecond);
-    const perRound = `${decimal(tokensPerRound)} tokens a round`;
-    const first = `the first after ${decimal((firstMs - beginMs) / 1000, 2)} s`;
+    const perRound = `${decimal(tokensPerRound)} a round`;
+    const first = `first after ${decimal((firstMs - beginMs) / 1000, 2)} s`;
     this.part(".counts").textContent = [
       counted(tokens.length, "token"),
       counted(rounds.length, "round"),

@@ -37,8 +37,9 @@ NUM_TOKENS = 6
 def finish(*, is_plain: bool) -> pb.Finish:
     statistics = pb.Statistics(num_rounds=NUM_TOKENS, num_tokens=NUM_TOKENS, total_s=1.0)
     if not is_plain:
-        depths = {"num_drafts_per_depth": [2, 2], "num_accepted_tokens_per_depth": [2, 1]}
-        statistics = pb.Statistics(num_rounds=3, num_draft_tokens=4, num_accepted_tokens=3, num_tokens=6, **depths)
+        statistics = pb.Statistics(num_rounds=3, num_draft_tokens=4, num_accepted_tokens=3, num_tokens=NUM_TOKENS)
+        statistics.num_drafts_per_depth.extend([2, 2])
+        statistics.num_accepted_tokens_per_depth.extend([2, 1])
     usage = pb.Usage(num_prompt_tokens=3, num_completion_tokens=NUM_TOKENS)
     return pb.Finish(reason=pb.FINISH_REASON_STOP, usage=usage, statistics=statistics)
 
