@@ -9,6 +9,15 @@ export function clearComparison() {
   part("comparison").hidden = true;
 }
 
+/** Shows where the comparison will be, so that nothing moves when it comes. */
+export function announceComparison(isTogether) {
+  drawSpeed("speculative", null, null);
+  drawSpeed("plain", null, null);
+  part("ratio").textContent = "Comparing";
+  part("comparison-note").textContent = measured(isTogether);
+  part("comparison").hidden = false;
+}
+
 /** Draws the two speeds; returns the sentence of their ratio. */
 export function drawComparison(speculative, plain, { isGreedy, isTogether }) {
   const speeds = [speculative.tokensPerSecond, plain.tokensPerSecond];
@@ -18,7 +27,6 @@ export function drawComparison(speculative, plain, { isGreedy, isTogether }) {
   drawSpeed("plain", speeds[1], fastest);
   part("ratio").textContent = said;
   part("comparison-note").textContent = `${measured(isTogether)} ${texts(speculative, plain, isGreedy)}`;
-  part("comparison").hidden = false;
   return said;
 }
 
@@ -34,8 +42,8 @@ function drawSpeed(name, speed, fastest) {
 
 function measured(isTogether) {
   const order = isTogether
-    ? "Both ran at once, and took each other’s processor."
-    : "They ran one after the other, so that neither took the other’s processor.";
+    ? "Both run at once, and take each other’s processor."
+    : "They run one after the other, so that neither takes the other’s processor.";
   return `From the first token to the last one. ${order}`;
 }
 

@@ -1,7 +1,7 @@
 // The page: puts the parts together, and runs one request, or two to compare, at a time.
 
 import { asked, drafterInWords, seeded, showOffer } from "./asked.js";
-import { clearComparison, drawComparison } from "./comparison.js";
+import { announceComparison, clearComparison, drawComparison } from "./comparison.js";
 import { drawFigures } from "./figures.js";
 import { Pane } from "./pane.js";
 import { servedModel } from "./service.js";
@@ -32,6 +32,7 @@ async function run(work) {
   try {
     say(await work(await ask(), running.signal));
   } catch (problem) {
+    clearComparison();
     if (problem.name === "AbortError") say("Stopped");
     else explain(problem);
   } finally {
@@ -58,6 +59,7 @@ async function compare(model, signal) {
   const request = seeded(asked(model.id));
   part("plain-pane").hidden = false;
   const isTogether = part("together").checked;
+  announceComparison(isTogether);
   plain.clear("Waits for the other one to end");
   const first = speculate(request, model, signal);
   if (!isTogether) await first;

@@ -2,7 +2,8 @@
 
 import { percent } from "./words.js";
 
-const HINT = "Point at a token, or go to one with Tab and the arrow keys, to read its probability.";
+const HINT = 
+  "Point at a token, or go to one with Tab and the arrow keys, to read its probability under the model itself, before temperature.";
 const MEANINGS = {
   accepted: "accepted: drafted, and kept by the target",
   recovered: "recovered: drawn by the target in place of a rejected draft token",

@@ -251,7 +251,7 @@ async def test_both_run_at_once_if_asked(visit: Visit, service: Story) -> None:
     await visit.says("#speculative-pane .counts", "^3 tokens")
     await visit.says("#plain-pane .counts", "^1 token ")
     service.go_on.set()
-    await visit.says("#comparison-note", "ran at once")
+    await visit.says("#comparison-note", "run at once")
 
 
 @pytest.mark.parametrize("by_key", [False, True])
