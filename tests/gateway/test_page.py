@@ -237,6 +237,7 @@ async def test_comparison_shows_a_ratio(visit: Visit, service: Story) -> None:
     first, second = service.requests
     assert not first.speculation.HasField("num_draft_tokens")
     assert second.speculation.num_draft_tokens == 0
+    assert first.sampling.HasField("seed")
     assert first.sampling.seed == second.sampling.seed
     speeds = [float(await visit.part(f"#{name}-pane .rate").inner_text()) for name in ("speculative", "plain")]
     ratio = float((await visit.part("#ratio").inner_text()).split()[0])
