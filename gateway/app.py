@@ -15,6 +15,7 @@ from gateway.choices import Content
 from gateway.coordinators import Coordinators, Offer, set_caller
 from gateway.exchange import ClientLeft, Exchange
 from gateway.generating import Generating
+from gateway.page_files import Page
 from gateway.problems import PROBLEMS, SERVER, HttpProblem, encoded, internal_problem, problem_of
 from gateway.settings import GatewaySettings
 from specdec.errors import SpecdecError
@@ -145,8 +146,10 @@ def application(coordinators: Coordinators, settings: GatewaySettings, readiness
             raise HttpProblem(503, problem, kind=SERVER, code="not_ready", retry_after_s=1.0)
         await exchange.answer(200, {"status": "ready"})
 
-    models = Models(coordinators)
+    models, page = Models(coordinators), Page()
     handlers: list[tuple[str, str, Handler]] = [
+        ("GET", "/", page.index),
+        ("GET", "/page/{name}", page.file),
         ("GET", "/healthz", healthy),
         ("GET", "/readyz", ready),
         ("GET", "/v1/models", models.all),

@@ -139,7 +139,11 @@ class Exchange:
         """Send an answer of JSON."""
         body = encoded(content)
         mine = {"content-type": JSON_TYPE, "content-length": str(len(body))}
-        await self._begin(status, mine | dict(headers or {}))
+        await self.send_bytes(status, body, mine | dict(headers or {}))
+
+    async def send_bytes(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        """Send an answer as it is."""
+        await self._begin(status, headers)
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin_events(self) -> None:

@@ -71,6 +71,12 @@ def test_wheel_has_the_stubs_and_their_types(wheel: zipfile.ZipFile) -> None:
     assert "specdec/py.typed" in wheel.namelist()
 
 
+def test_wheel_has_the_page(wheel: zipfile.ZipFile) -> None:
+    page = {path.relative_to(ROOT).as_posix() for path in (ROOT / "gateway" / "page").iterdir()}
+    assert "gateway/page/index.html" in page
+    assert page <= set(wheel.namelist())
+
+
 def test_wheel_has_every_module_and_script(wheel: zipfile.ZipFile) -> None:
     sources = {
         path.relative_to(ROOT).as_posix()

@@ -79,6 +79,9 @@ class Connection:
     async def until(self, words: bytes) -> bytes:
         return await self._reader.readuntil(words)
 
+    async def rest(self) -> bytes:
+        return await self._reader.read()
+
     async def answer(self) -> Answer:
         """Read one answer, to the end of its body."""
         first = (await self.line()).decode().split()
@@ -87,7 +90,8 @@ class Connection:
         while line := (await self.line()).decode().strip():
             name, _, value = line.partition(": ")
             headers[name.lower()] = value
-        return Answer(int(first[1]), headers, await self._body(headers))
+        status = int(first[1])
+        return Answer(status, headers, b"" if status == 304 else await self._body(headers))
 
     async def _body(self, headers: dict[str, str]) -> bytes:
         if "content-length" in headers:
