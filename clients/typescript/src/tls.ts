@@ -25,6 +25,7 @@ export class WatchedTls {
 
   /** Throws Error if the files cannot be used now. */
   constructor(files: TlsFiles) {
+    refuseHalfPair(files);
     this.#files = files;
     this.#signature = signatureOf(files);
     this.#contents = contentsOf(files);
@@ -45,6 +46,11 @@ export class WatchedTls {
   }
 }
 
+function refuseHalfPair({ certificate, key }: TlsFiles): void {
+  if ((certificate === undefined) === (key === undefined)) return;
+  throw new Error(`the ${key === undefined ? "key" : "certificate"} is missing; give certificate and key together`);
+}
+
 function signatureOf(files: TlsFiles): string {
   const paths = [files.ca, files.certificate, files.key].filter((path) => path !== undefined);
   return paths.map((path) => statSync(path, { bigint: true })).map((stat) => `${stat.ino} ${stat.size} ${stat.mtimeNs}`).join();
@@ -52,9 +58,6 @@ function signatureOf(files: TlsFiles): string {
 
 function contentsOf(files: TlsFiles): TlsContents {
   const { ca, certificate, key } = files;
-  if ((certificate === undefined) !== (key === undefined)) {
-    throw new Error(`the ${key === undefined ? "key" : "certificate"} is missing; give certificate and key together`);
-  }
   const contents = { ca: read(ca), certificate: read(certificate), key: read(key) };
   if (contents.ca) check(`the ca ${ca}`, () => new X509Certificate(contents.ca ?? ""));
   if (contents.certificate) check(`the certificate ${certificate} with the key ${key}`, () => checkPair(contents));

@@ -68,11 +68,12 @@ test("what is left out stays unset", () =>
     service.handlers = [sends(WHOLE), sends(WHOLE)];
     await client.complete({ tokenIds: [5, 0, 2 ** 32 - 1] }, { requestId: "" });
     await client.chat([{ role: "user", content: "hi" }], { requestId: "", stop: "END", seed: undefined });
-    const tokens = { case: "tokens", value: { ids: [5, 0, 2 ** 32 - 1] } } as const;
-    const chat = { case: "chat", value: { messages: [{ role: "user", content: "hi" }] } } as const;
+    const ids = create(pb.TokenSequenceSchema, { ids: [5, 0, 2 ** 32 - 1] });
+    const chat = create(pb.ChatPromptSchema, { messages: [{ role: "user", content: "hi" }] });
+    const sampling = create(types.SamplingParamsSchema, { stop: ["END"] });
     assert.deepEqual(service.requests, [
-      create(pb.GenerateRequestSchema, { prompt: tokens }),
-      create(pb.GenerateRequestSchema, { prompt: chat, sampling: { stop: ["END"] } }),
+      create(pb.GenerateRequestSchema, { prompt: { case: "tokens", value: ids } }),
+      create(pb.GenerateRequestSchema, { prompt: { case: "chat", value: chat }, sampling }),
     ]);
   }));
 
