@@ -184,6 +184,7 @@ async def test_replaced_certificates_count_for_the_next_call(folder: Path, secur
     [
         ({"token": "another"}, "UnauthenticatedError", "token"),
         ({"tls": {}}, "UnavailableError", "not trusted here"),
+        ({"tls": None}, "UnavailableError", "wants TLS"),
     ],
 )
 async def test_who_is_not_let_in_is_told_why(
@@ -202,4 +203,4 @@ async def test_missing_certificate_is_named(folder: Path, secure: SecureCluster)
     async with following(folder, secure.address, tls=tls, token=TOKENS["acme"], connectTimeoutS=0.5) as follower:
         await follower.ask(prompt="t5", options={"maxNewTokens": 4})
         _, last = await follower.rest()
-    assert "certificate of ours" in last["error"]["message"]
+    assert "another certificate of ours" in last["error"]["message"]

@@ -25,6 +25,10 @@ const HANDSHAKE_PROBLEMS: readonly (readonly [RegExp, string])[] = [
   [/does not match certificate/, "its certificate is for another name; give the address with a name that it has"],
   [/wrong version number|packet length too long/i, "it speaks plain text, and TLS was asked for; leave tls out, or give the port that has it"],
   [/alert (number|certificate|unknown)|certificate required/i, "it asks for a certificate of ours; give tls: { certificate, key }"],
+  [
+    /^Failed to connect|socket disconnected before secure TLS|Last error: (Error: )?(Failed to connect|Client network socket)/,
+    "it closed the connection at once, as a server does that wants TLS or another certificate of ours; give tls: { ca }, and where it asks for one certificate and key",
+  ],
 ];
 
 /** What is known of the call that failed. */

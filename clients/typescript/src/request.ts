@@ -31,6 +31,17 @@ const GENERATE_NAMES = [...SAMPLING_NAMES, ...CALL_NAMES, "speculation", "whenDe
 const DETACHED = { park: pb.DetachedPolicy.PARK, finish: pb.DetachedPolicy.FINISH, cancel: pb.DetachedPolicy.CANCEL };
 const RULES = { token: types.AcceptanceRule.TOKEN, block: types.AcceptanceRule.BLOCK };
 
+/** Sent where another sampling option is given: a coordinator tells a repeated request by its bytes, in any language. */
+const NEUTRAL = {
+  temperature: 1,
+  topK: 0,
+  topP: 1,
+  minP: 0,
+  repetitionPenalty: 1,
+  presencePenalty: 0,
+  frequencyPenalty: 0,
+};
+
 type PromptInit = NonNullable<MessageInitShape<typeof pb.GenerateRequestSchema>["prompt"]>;
 
 /** A request, and its size on the wire. */
@@ -157,6 +168,7 @@ function samplingOf(options: SamplingOptions): types.SamplingParams | undefined 
   const fields = Object.fromEntries(given.map((name) => [name, options[name]])) as SamplingOptions;
   const { seed, stop, stopTokenIds, logitBias, ...scalars } = fields;
   return create(types.SamplingParamsSchema, {
+    ...NEUTRAL,
     ...scalars,
     ...(seed === undefined ? {} : { seed: BigInt(seed) }),
     stop: typeof stop === "string" ? [stop] : [...(stop ?? [])],

@@ -63,14 +63,16 @@ test("every option reaches the request", () =>
     assert.deepEqual(service.requests, [expected]);
   }));
 
-test("what is left out stays unset", () =>
+test("what is left out is unset, or neutral beside another sampling option", () =>
   withService(async (service, client) => {
     service.handlers = [sends(WHOLE), sends(WHOLE)];
     await client.complete({ tokenIds: [5, 0, 2 ** 32 - 1] }, { requestId: "" });
     await client.chat([{ role: "user", content: "hi" }], { requestId: "", stop: "END", seed: undefined });
     const ids = create(pb.TokenSequenceSchema, { ids: [5, 0, 2 ** 32 - 1] });
     const chat = create(pb.ChatPromptSchema, { messages: [{ role: "user", content: "hi" }] });
-    const sampling = create(types.SamplingParamsSchema, { stop: ["END"] });
+    const penalties = { repetitionPenalty: 1, presencePenalty: 0, frequencyPenalty: 0 };
+    const neutral = { temperature: 1, topK: 0, topP: 1, minP: 0, ...penalties };
+    const sampling = create(types.SamplingParamsSchema, { ...neutral, stop: ["END"] });
     assert.deepEqual(service.requests, [
       create(pb.GenerateRequestSchema, { prompt: { case: "tokens", value: ids } }),
       create(pb.GenerateRequestSchema, { prompt: { case: "chat", value: chat }, sampling }),
