@@ -94,7 +94,7 @@ types: setup ## mypy, strict
 test: setup lint types ## Lint, types and every test, on this machine alone: no GPU, no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-clients: setup ## Build the TypeScript client, and run it and OpenAI's npm package against real services; needs node >= 20.9
+clients: setup ## Build the TypeScript client, and run it and OpenAI's npm package against real services; needs node >= 20.11
 	for folder in $(NODE_FOLDERS); do (cd $$folder && npm ci --silent) || exit 1; done
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/clients tests/gateway/test_openai_npm.py
 

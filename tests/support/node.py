@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-LEAST_VERSION = (20, 9)
+LEAST_VERSION = (20, 11)
 
 
 def missing(folder: Path) -> str | None:

@@ -133,6 +133,14 @@ test("a server of another kind is named", async () => {
   server.forceShutdown();
 });
 
+test("a server of plain text is named where TLS was asked for", () =>
+  withService(async (service, _, address) => {
+    const client = new specdec.Client(address, { tls: {}, connectTimeoutS: 0.3 });
+    await assert.rejects(client.complete("x"), { name: "UnavailableError", message: /it speaks plain text/ });
+    assert.equal(service.requests.length, 0);
+    client.close();
+  }));
+
 test("a stream that breaks in mid-message is resumed", async () => {
   const bytes = framed(1);
   const requests: string[] = [];
@@ -148,7 +156,7 @@ test("a stream that breaks in mid-message is resumed", async () => {
       stream.write(bytes.subarray(0, 9), () => stream.close(http2.constants.NGHTTP2_INTERNAL_ERROR));
     } else {
       stream.on("wantTrailers", () => stream.sendTrailers({ "grpc-status": "0" }));
-      stream.end(Buffer.concat([bytes, framed(2), framed(3)].map((part) => part)));
+      stream.end(Buffer.concat([bytes, framed(2), framed(3)]));
     }
   });
   await new Promise<void>((resolve) => server.listen(0, "127.0.0.1", resolve));
