@@ -80,7 +80,9 @@ export class Connection {
     const { connectTimeoutS } = this.#options;
     await this.#tracked(ending, async () => {
       const calling = this.#calling(connectTimeoutS, ending, undefined);
-      const isConnected = await this.#leased(QUICK_PINGS, (client) => hasConnected(client, connectTimeoutS, ending.signal));
+      const isConnected = await this.#leased(QUICK_PINGS, (client) =>
+        hasConnected(client, connectTimeoutS, ending.signal),
+      );
       ending.signal.throwIfAborted();
       if (isConnected === undefined) throw notConnected(calling.circumstances, connectTimeoutS);
       // a call on a channel that has failed has the reason, which the channel's state has not

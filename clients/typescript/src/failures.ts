@@ -23,8 +23,14 @@ const HANDSHAKE_PROBLEMS: readonly (readonly [RegExp, string])[] = [
     "its certificate is of an authority that is not trusted here; give the authority's certificate (tls: { ca: file })",
   ],
   [/does not match certificate/, "its certificate is for another name; give the address with a name that it has"],
-  [/wrong version number|packet length too long/i, "it speaks plain text, and TLS was asked for; leave tls out, or give the port that has it"],
-  [/alert (number|certificate|unknown)|certificate required/i, "it asks for a certificate of ours; give tls: { certificate, key }"],
+  [
+    /wrong version number|packet length too long/i,
+    "it speaks plain text, and TLS was asked for; leave tls out, or give the port that has it",
+  ],
+  [
+    /alert (number|certificate|unknown)|certificate required/i,
+    "it asks for a certificate of ours; give tls: { certificate, key }",
+  ],
   [
     /^Failed to connect|socket disconnected before secure TLS|Last error: (Error: )?(Failed to connect|Client network socket)/,
     "it closed the connection at once, as a server does that wants TLS or another certificate of ours; give tls: { ca }, and where it asks for one certificate and key",
@@ -46,7 +52,9 @@ export function endedEarly(circumstances: Circumstances): SpecdecError {
 /** Returns the error of an address to which no connection is made in time. */
 export function notConnected(circumstances: Circumstances, limitS: number): SpecdecError {
   const { address } = circumstances;
-  return new UnavailableError(`no specdec answers on ${address} (no connection within ${limitS} s)${resumable(circumstances)}`);
+  return new UnavailableError(
+    `no specdec answers on ${address} (no connection within ${limitS} s)${resumable(circumstances)}`,
+  );
 }
 
 /** Returns what a status means to the caller. */

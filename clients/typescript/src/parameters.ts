@@ -112,8 +112,7 @@ function isWhole(value: unknown, low: number, high: number): boolean {
 function number(low: number, high: number, excludesLow = false): Check {
   const interval = `${excludesLow ? "(" : "["}${low}, ${high}]`;
   return (value) => {
-    const isInside =
-      typeof value === "number" && (excludesLow ? low < value : low <= value) && value <= high;
+    const isInside = typeof value === "number" && (excludesLow ? low < value : low <= value) && value <= high;
     return isInside ? undefined : `is ${shown(value)}; give a number in ${interval}, or leave it out`;
   };
 }

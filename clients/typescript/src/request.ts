@@ -20,7 +20,14 @@ import {
   wholeNumber,
 } from "./parameters.js";
 import { Transcript } from "./transcript.js";
-import type { ChatMessage, GenerateOptions, Prompt, ResumeOptions, SamplingOptions, SpeculationOptions } from "./values.js";
+import type {
+  ChatMessage,
+  GenerateOptions,
+  Prompt,
+  ResumeOptions,
+  SamplingOptions,
+  SpeculationOptions,
+} from "./values.js";
 
 const MAX_TIMEOUT_S = 365 * 86_400; // more than a year is a mistake in the unit
 const DIGEST_BYTES = 16;
@@ -57,7 +64,8 @@ export function promptOf(prompt: Prompt): PromptInit {
     return { case: "text", value: encodable("prompt", prompt) };
   }
   const ids: unknown = typeof prompt === "object" && prompt !== null ? prompt.tokenIds : undefined;
-  if (ids === undefined) throw wrong("prompt", `is ${shown(prompt)}; give text, { tokenIds: [...] }, messages to chat()`);
+  if (ids === undefined)
+    throw wrong("prompt", `is ${shown(prompt)}; give text, { tokenIds: [...] }, messages to chat()`);
   const problem = Array.isArray(ids) && !ids.length ? "is empty; give at least one token" : tokenIdsProblem(ids);
   if (problem !== undefined) throw wrong("prompt.tokenIds", problem);
   return { case: "tokens", value: { ids: ids as number[] } };
@@ -67,13 +75,20 @@ export function promptOf(prompt: Prompt): PromptInit {
 export function chatOf(messages: readonly ChatMessage[]): PromptInit {
   if (!Array.isArray(messages)) throw wrong("messages", `is ${shown(messages)}; give a list of { role, content }`);
   if (!messages.length) throw wrong("messages", "is empty; give at least one message");
-  return { case: "chat", value: { messages: messages.map((entry, number) => chatMessage(`messages[${number}]`, entry)) } };
+  return {
+    case: "chat",
+    value: { messages: messages.map((entry, number) => chatMessage(`messages[${number}]`, entry)) },
+  };
 }
 
 /** Returns a request; an id is made where none is given, so that a repeated call finds the same session. */
 export function generateRequest(prompt: PromptInit, options: GenerateOptions): SizedRequest {
   refuseUnknown(options, GENERATE_NAMES, "option");
-  refuseProblems({ ...samplingProblems(options), ...speculationProblems(options.speculation), ...otherProblems(options) });
+  refuseProblems({
+    ...samplingProblems(options),
+    ...speculationProblems(options.speculation),
+    ...otherProblems(options),
+  });
   const message = create(pb.GenerateRequestSchema, {
     requestId: options.requestId ?? randomUUID(),
     prompt,
@@ -187,7 +202,8 @@ function speculationOf({ numDraftTokens, drafter, acceptanceRule }: SpeculationO
 
 function chatMessage(field: string, entry: unknown): ChatMessage {
   const keys = typeof entry === "object" && entry !== null ? Object.keys(entry).sort() : [];
-  if (keys.join() !== "content,role") throw wrong(field, `is ${shown(entry)} with the keys [${keys.join()}]; give { role, content }`);
+  if (keys.join() !== "content,role")
+    throw wrong(field, `is ${shown(entry)} with the keys [${keys.join()}]; give { role, content }`);
   const { role, content } = entry as Readonly<Record<string, unknown>>;
   return { role: textOf(`${field}.role`, role), content: textOf(`${field}.content`, content) };
 }

@@ -53,7 +53,10 @@ function refuseHalfPair({ certificate, key }: TlsFiles): void {
 
 function signatureOf(files: TlsFiles): string {
   const paths = [files.ca, files.certificate, files.key].filter((path) => path !== undefined);
-  return paths.map((path) => statSync(path, { bigint: true })).map((stat) => `${stat.ino} ${stat.size} ${stat.mtimeNs}`).join();
+  return paths
+    .map((path) => statSync(path, { bigint: true }))
+    .map((stat) => `${stat.ino} ${stat.size} ${stat.mtimeNs}`)
+    .join();
 }
 
 function contentsOf(files: TlsFiles): TlsContents {

@@ -45,7 +45,10 @@ test("an invalid argument names its fields", () =>
     await assert.rejects(client.complete("x"), { violations });
   }));
 
-for (const [code, reason] of [[Code.RESOURCE_EXHAUSTED, "OVERLOADED"], [Code.UNAVAILABLE, "UNAVAILABLE"]] as const) {
+for (const [code, reason] of [
+  [Code.RESOURCE_EXHAUSTED, "OVERLOADED"],
+  [Code.UNAVAILABLE, "UNAVAILABLE"],
+] as const) {
   test(`${reason}: the pause that the server asks for is kept`, async () => {
     const seen: specdec.Retry[] = [];
     await withService(
@@ -57,14 +60,19 @@ for (const [code, reason] of [[Code.RESOURCE_EXHAUSTED, "OVERLOADED"], [Code.UNA
       },
       { onRetry: (retry) => seen.push(retry) },
     );
-    assert.deepEqual(seen.map((retry) => retry.failure.message), ["later"]);
+    assert.deepEqual(
+      seen.map((retry) => retry.failure.message),
+      ["later"],
+    );
     assert.ok((seen[0]?.pauseS ?? 0) > 0.3);
   });
 }
 
 test("a pause past the deadline throws at once", () =>
   withService(async (service, client) => {
-    service.handlers = [sends([], refusal(Code.RESOURCE_EXHAUSTED, "OVERLOADED", "the queue is full", { retryAfterS: 3600 }))];
+    service.handlers = [
+      sends([], refusal(Code.RESOURCE_EXHAUSTED, "OVERLOADED", "the queue is full", { retryAfterS: 3600 })),
+    ];
     await assert.rejects(client.complete("x", { timeoutS: 100 }), { name: "OverloadedError", retryAfterS: 3600 });
   }));
 
@@ -78,7 +86,10 @@ test("a request that is too large for the server is an invalid argument", () =>
   withService(async (service, client) => {
     const details = "Received message larger than max (700000 vs. 589824)";
     service.handlers = [sends([], { code: Code.RESOURCE_EXHAUSTED, details })];
-    await assert.rejects(client.complete("x"), { name: "InvalidArgumentError", message: /has 700000 bytes; the maximum is 589824/ });
+    await assert.rejects(client.complete("x"), {
+      name: "InvalidArgumentError",
+      message: /has 700000 bytes; the maximum is 589824/,
+    });
   }));
 
 test("retries are counted since the last new chunk", () =>
@@ -151,7 +162,9 @@ test("a stream that breaks in mid-message is resumed", async () => {
     stream.respond({ ":status": 200, "content-type": "application/grpc" }, { waitForTrailers: requests.length > 2 });
     if (requests.length === 1) {
       // the first chunk, and half of the second; then the connection is cut
-      stream.write(Buffer.concat([framed(0), bytes.subarray(0, 9)]), () => setImmediate(() => stream.session?.destroy()));
+      stream.write(Buffer.concat([framed(0), bytes.subarray(0, 9)]), () =>
+        setImmediate(() => stream.session?.destroy()),
+      );
     } else if (requests.length === 2) {
       stream.write(bytes.subarray(0, 9), () => stream.close(http2.constants.NGHTTP2_INTERNAL_ERROR));
     } else {
@@ -172,7 +185,9 @@ test("a stream that breaks in mid-message is resumed", async () => {
 test("pauses double up to 5 s, less at most half", () => {
   const gone = new specdec.UnavailableError("gone");
   const limits = { timeoutS: 600, connectTimeoutS: 20, now: () => 0 };
-  const [longest, shortest] = [0, 1 - Number.EPSILON].map((chance) => new Attempts({ ...limits, uniform: () => chance }));
+  const [longest, shortest] = [0, 1 - Number.EPSILON].map(
+    (chance) => new Attempts({ ...limits, uniform: () => chance }),
+  );
   const pauses = (attempts: Attempts | undefined) => Array.from({ length: 8 }, () => attempts?.pauseS(gone, true));
   assert.deepEqual(pauses(longest), [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]);
   assert.ok(pauses(shortest).every((pause, number) => (pause ?? 0) >= Math.min(0.1 * 2 ** number, 5) / 2));

@@ -87,8 +87,14 @@ test("tokens and metadata go with each call", () => {
     service.answers = [create(pb.GetModelResponseSchema, { target: { name: "toy" } })];
     await client.complete("x");
     assert.equal((await client.getModel()).target.name, "toy");
-    assert.deepEqual(service.metadata.map((each) => each.get("authorization")), [["Bearer t-1"], ["Bearer t-2"]]);
-    assert.deepEqual(service.metadata.map((each) => each.get("x-tenant")), [["acme"], ["acme"]]);
+    assert.deepEqual(
+      service.metadata.map((each) => each.get("authorization")),
+      [["Bearer t-1"], ["Bearer t-2"]],
+    );
+    assert.deepEqual(
+      service.metadata.map((each) => each.get("x-tenant")),
+      [["acme"], ["acme"]],
+    );
   }, options);
 });
 
@@ -142,7 +148,10 @@ test("status has the metrics of all processes", () =>
   }));
 
 const NOBODY = new specdec.Client("127.0.0.1:1");
-const x = (options: object): (() => unknown) => () => NOBODY.generate("x", options);
+const x =
+  (options: object): (() => unknown) =>
+  () =>
+    NOBODY.generate("x", options);
 const WRONG: [string, RegExp, () => unknown][] = [
   ["prompt", /is empty/, () => NOBODY.generate("")],
   ["prompt", /UTF-8/, () => NOBODY.generate("\ud800")],
@@ -203,12 +212,25 @@ test("unknown options are type errors that name the known ones", () => {
 });
 
 test("errors do not quote long prompts", () => {
-  assert.throws(() => NOBODY.generate(["secret".repeat(20)] as never), (error: Error) => !error.message.includes("secret"));
+  assert.throws(
+    () => NOBODY.generate(["secret".repeat(20)] as never),
+    (error: Error) => !error.message.includes("secret"),
+  );
 });
 
 test("loopback is told from other addresses", () => {
-  const own = ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/run/x", "ipv4:127.0.0.1:1,127.0.0.2:1", "dns:///localhost:1"];
+  const own = [
+    "127.0.0.1:1",
+    "localhost:1",
+    "[::1]:1",
+    "unix:/run/x",
+    "ipv4:127.0.0.1:1,127.0.0.2:1",
+    "dns:///localhost:1",
+  ];
   const others = ["10.0.0.1:1", "example.org:1", "[::]:1", "ipv4:127.0.0.1:1,10.0.0.1:1", "dns:///example.org:1"];
-  assert.deepEqual(own.filter((address) => !isLoopback(address)), []);
+  assert.deepEqual(
+    own.filter((address) => !isLoopback(address)),
+    [],
+  );
   assert.deepEqual(others.filter(isLoopback), []);
 });

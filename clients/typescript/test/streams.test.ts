@@ -7,7 +7,19 @@ import { status as Code } from "@grpc/grpc-js";
 import * as specdec from "specdec";
 
 import * as pb from "../src/generated/specdec/v1/generation_pb.js";
-import { GONE, SESSION, TEXT, TOKENS, WHOLE, chunk, digestAt, hangs, refusal, sends, withService } from "./support/scripted.js";
+import {
+  GONE,
+  SESSION,
+  TEXT,
+  TOKENS,
+  WHOLE,
+  chunk,
+  digestAt,
+  hangs,
+  refusal,
+  sends,
+  withService,
+} from "./support/scripted.js";
 
 function resumeRequest(request: unknown): pb.ResumeRequest {
   assert.equal((request as pb.ResumeRequest).$typeName, "specdec.v1.ResumeRequest");
@@ -111,14 +123,14 @@ test("an overlapping chunk is cut by token, also in text with characters of two 
     assert.deepEqual(last?.origins, ["accepted", "accepted", "accepted", "bonus"]);
   }));
 
-const CONTRADICTIONS: [pb.GenerateResponse["offset"], ReturnType<typeof chunk>, RegExp][] = [
-  [0, chunk(2), /missing/],
-  [0, chunk(0, 0, { digest: new Uint8Array(16) }), /another digest/],
-  [0, chunk(0, 0, { tokens: [1, 8] }), /other tokens/],
-  [0, chunk(0, 1, { tokens: [1, 8, 3] }), /other tokens/],
-  [0, chunk(1, 1, { sessionId: "s-2" }), /s-2/],
+const CONTRADICTIONS: [ReturnType<typeof chunk>, RegExp][] = [
+  [chunk(2), /missing/],
+  [chunk(0, 0, { digest: new Uint8Array(16) }), /another digest/],
+  [chunk(0, 0, { tokens: [1, 8] }), /other tokens/],
+  [chunk(0, 1, { tokens: [1, 8, 3] }), /other tokens/],
+  [chunk(1, 1, { sessionId: "s-2" }), /s-2/],
 ];
-for (const [, again, what] of CONTRADICTIONS) {
+for (const [again, what] of CONTRADICTIONS) {
   test(`a chunk that contradicts is data loss: ${what}`, () =>
     withService(async (service, client) => {
       service.handlers = [sends(WHOLE.slice(0, 1), GONE), sends([again])];
@@ -135,7 +147,11 @@ for (const [, again, what] of CONTRADICTIONS) {
 test("the service's DATA_LOSS ends the stream", () =>
   withService(async (service, client) => {
     service.handlers = [sends(WHOLE.slice(0, 1), refusal(Code.DATA_LOSS, "STORE_ROLLED_BACK", "the store went back"))];
-    await assert.rejects(client.complete("x"), { name: "DataLossError", message: "the store went back", code: Code.DATA_LOSS });
+    await assert.rejects(client.complete("x"), {
+      name: "DataLossError",
+      message: "the store went back",
+      code: Code.DATA_LOSS,
+    });
     assert.equal(service.requests.length, 1);
   }));
 
@@ -208,7 +224,10 @@ test("a signal ends the stream with its reason", () =>
 
 test("a signal that has gone off sends nothing", () =>
   withService(async (service, client) => {
-    await assert.rejects(client.complete("x", { signal: AbortSignal.abort("reason") }), (reason) => reason === "reason");
+    await assert.rejects(
+      client.complete("x", { signal: AbortSignal.abort("reason") }),
+      (reason) => reason === "reason",
+    );
     assert.equal(service.requests.length, 0);
   }));
 

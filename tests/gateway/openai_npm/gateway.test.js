@@ -43,7 +43,8 @@ test("a chat has the message", async () => {
 test("a chat streams, with usage at its end", async () => {
   const options = { stream: true, stream_options: { include_usage: true } };
   const events = [];
-  for await (const event of await client.chat.completions.create({ ...common, messages, ...options })) events.push(event);
+  for await (const event of await client.chat.completions.create({ ...common, messages, ...options }))
+    events.push(event);
   assert.equal(events.map((event) => event.choices[0]?.delta.content ?? "").join(""), text);
   assert.equal(events.at(-1).usage.completion_tokens, tokens.length);
 });
@@ -56,7 +57,10 @@ test("the package's own stream helper gathers the message", async () => {
 test("log probabilities are those of specdec's own client", async () => {
   const answer = await client.chat.completions.create({ ...common, messages, logprobs: true, top_logprobs: 2 });
   const entries = answer.choices[0].logprobs.content;
-  assert.deepEqual(entries.map((entry) => entry.token), tokens);
+  assert.deepEqual(
+    entries.map((entry) => entry.token),
+    tokens,
+  );
   entries.forEach((entry, number) => assert.ok(Math.abs(entry.logprob - logprobs[number]) < 1e-5));
   assert.ok(entries.every((entry) => entry.top_logprobs.length === 2));
 });

@@ -1,6 +1,13 @@
 /** A GenerationService with one scripted handler for each call: it can break, repeat, contradict or hang. */
 
-import { create, fromBinary, toBinary, type DescMethod, type MessageInitShape, type MessageShape } from "@bufbuild/protobuf";
+import {
+  create,
+  fromBinary,
+  toBinary,
+  type DescMethod,
+  type MessageInitShape,
+  type MessageShape,
+} from "@bufbuild/protobuf";
 import { anyPack, durationFromMs } from "@bufbuild/protobuf/wkt";
 import * as grpc from "@grpc/grpc-js";
 
@@ -14,9 +21,15 @@ export const SESSION = "s-1";
 export const TEXT = "Once upon a 😀 there was.";
 export const TOKENS = [1, 2, 3, 4, 5, 6, 7];
 const ROUNDS: readonly (readonly [number[], string[]])[] = [
-  [[1, 2], ["Once", " upon"]],
+  [
+    [1, 2],
+    ["Once", " upon"],
+  ],
   [[3], [" a"]],
-  [[4, 5, 6], [" 😀", " there", ""]],
+  [
+    [4, 5, 6],
+    [" 😀", " there", ""],
+  ],
   [[7], [" was."]],
 ];
 
@@ -50,9 +63,7 @@ export function chunk(begin: number, last = begin, changes: ChunkInit = {}): Chu
     offset,
     tokens,
     text: pieces.join(""),
-    origins: tokens.map((_, number) =>
-      number < tokens.length - 1 ? pb.TokenOrigin.ACCEPTED : pb.TokenOrigin.BONUS,
-    ),
+    origins: tokens.map((_, number) => (number < tokens.length - 1 ? pb.TokenOrigin.ACCEPTED : pb.TokenOrigin.BONUS)),
     digest: digestAt(offset + tokens.length),
     textEnds: pieces.map((_, number) => [...pieces.slice(0, number + 1).join("")].length),
     proof: new Uint8Array(16).fill(100 + begin),
@@ -134,7 +145,9 @@ export class ScriptedService {
 
   async listen(credentials = grpc.ServerCredentials.createInsecure(), port = 0): Promise<number> {
     return new Promise((resolve, reject) => {
-      this.server.bindAsync(`127.0.0.1:${port}`, credentials, (error, bound) => (error ? reject(error) : resolve(bound)));
+      this.server.bindAsync(`127.0.0.1:${port}`, credentials, (error, bound) =>
+        error ? reject(error) : resolve(bound),
+      );
     });
   }
 
