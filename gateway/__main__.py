@@ -15,13 +15,21 @@ from specdec.serving.process import CannotServe, run
 from specdec.serving.settings import load
 from specdec.serving.telemetry import get_logger, serve_metrics
 from specdec.serving.tokenizer import load_tokenizer
+from specdec.serving.tracing.start import traced
 from specdec.watched import WatchedError
 
 
 def main() -> None:
     """Run the gateway until it is told to stop; exit with 1 and one sentence if it cannot start."""
     settings = load(GatewaySettings, "gateway")
-    run(settings, "gateway", "gateway", lambda: serving(settings), SpecdecError, WatchedError)
+    run(settings, "gateway", "gateway", lambda: traced_serving(settings), SpecdecError, WatchedError)
+
+
+@asynccontextmanager
+async def traced_serving(settings: GatewaySettings) -> AsyncIterator[Server]:
+    """Serve, and send the spans of requests to a collector if one is named."""
+    async with traced("gateway", settings.otlp_endpoint, 0), serving(settings) as server:
+        yield server
 
 
 @asynccontextmanager

@@ -21,8 +21,11 @@ from gateway.settings import GatewaySettings
 from specdec.errors import SpecdecError
 from specdec.serving.process import where
 from specdec.serving.telemetry import get_logger
+from specdec.serving.tracing import spans
+from specdec.trace_context import continue_trace, trace_of
 
 Handler = Callable[[Exchange], Awaitable[None]]
+API_PREFIX = "/v1/"
 CLIENT_LEFT = 499  # nginx's, in logs and metrics alone
 
 
@@ -85,11 +88,21 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         exchange, begin_s = Exchange(scope, receive, send, self._settings), time.monotonic()
-        with metrics.NUM_RUNNING.track_inprogress():
+        with metrics.NUM_RUNNING.track_inprogress(), self._span(exchange) as span:
+            continue_trace(span.metadata() or trace_of(exchange.headers))
             status = await self._status(exchange)
+            span.set(status=status)
+            if status >= 500:
+                span.fail(str(status))
         metrics.NUM_REQUESTS.labels(self._name, str(status)).inc()
         elapsed_s = round(time.monotonic() - begin_s, 4)
         get_logger().info("request", endpoint=self._name, status=status, elapsed_s=elapsed_s)
+
+    def _span(self, exchange: Exchange) -> spans.Span:
+        """Return the span of a request that coordinators are asked for."""
+        if not self._name.startswith(API_PREFIX):
+            return spans.NOTHING
+        return spans.http_request(f"{exchange.scope['method']} {self._name}", exchange.headers)
 
     async def _status(self, exchange: Exchange) -> int:
         """Return the status of the answer, which is the problem's also where events had begun."""

@@ -52,6 +52,11 @@ class ProcessSettings(BaseSettings):
         None, description="PEM file with this service's certificate and its chain; replaced files count within a second"
     )
     tls_key: Path | None = Field(None, description="PEM file with the certificate's key")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="where traces go (OpenTelemetry, OTLP over gRPC), as http://127.0.0.1:4317; unset: what "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, else nothing is traced",
+    )
     insecure: bool = Field(False, description="allow plain text where others can read and change it: off loopback")
 
     def problems(self) -> Iterator[str]:
@@ -63,18 +68,15 @@ class ProcessSettings(BaseSettings):
                 f"--host is {self.host}, where others can read and change plain text; give --tls-certificate and "
                 "--tls-key, or say --insecure"
             )
+        if self.otlp_endpoint is not None and (problem := endpoint_problem(self.otlp_endpoint)):
+            yield f"--otlp-endpoint {problem}"
 
 
 class ServiceSettings(ProcessSettings):
-    """What every gRPC service has on top: traces, its callers' certificates, the limits of its connections."""
+    """What every gRPC service has on top: rounds to trace, its callers' certificates, the limits of its connections."""
 
     needs_client_certificates: ClassVar[bool] = True  # where it serves TLS
 
-    otlp_endpoint: str | None = Field(
-        None,
-        description="where traces go (OpenTelemetry, OTLP over gRPC), as http://127.0.0.1:4317; unset: what "
-        "OTEL_EXPORTER_OTLP_ENDPOINT says, else nothing is traced",
-    )
     trace_rounds: int = Field(
         16,
         ge=0,
@@ -111,8 +113,6 @@ class ServiceSettings(ProcessSettings):
             yield "--tls-client-ca and --tls-client-names belong together; --tls-client-names '*' lets in any name"
         if self.tls_certificate and not self.tls_client_ca and self.needs_client_certificates:
             yield "--tls-client-ca is missing: this service knows its callers by their certificates alone"
-        if self.otlp_endpoint is not None and (problem := endpoint_problem(self.otlp_endpoint)):
-            yield f"--otlp-endpoint {problem}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """One request gives one connected trace over client, coordinator and both workers, each a process of its own."""
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
 from opentelemetry import trace
@@ -35,19 +38,22 @@ class Traced:
     """Services that send their spans to a receiver of ours."""
 
     address: str
+    http_address: str
     receiver: SpanReceiver
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def traced(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
     model = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
-    options = Options(target=str(model), draft=str(model), port=0, store="memory", dtype="float32", drain_s=0)
+    options = Options(
+        target=str(model), draft=str(model), port=0, http_port=0, store="memory", dtype="float32", drain_s=0
+    )
     with pytest.MonkeyPatch.context() as patch:
         async with receiving("127.0.0.1:0") as receiver:
             patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
             async with running(options, lambda *_: None) as stack:
-                yield Traced(stack.address, receiver)
+                yield Traced(stack.address, stack.http_address or "", receiver)
 
 
 async def ask(traced: Traced, state: str = "") -> tuple[Completion, SpanTree]:
@@ -85,6 +91,25 @@ async def test_one_request_is_one_trace_over_all_processes(traced: Traced) -> No
     assert completion.finish
     assert request.attributes["specdec.num_rounds"] == completion.finish.statistics.num_rounds
     assert request.attributes["specdec.code"] == "OK"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_trace_by_http_begins_at_the_gateway(traced: Traced, is_streamed: bool) -> None:
+    trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
+    headers = {"traceparent": f"00-{trace_id}-{caller}-01", "tracestate": "specdec=all"}
+    body: dict[str, Any] = {"model": "*", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": is_streamed}
+    async with openai.AsyncOpenAI(base_url=traced.http_address, api_key="none") as client:
+        body["model"] = (await client.models.list()).data[0].id
+        answer: Any = await client.completions.create(**body, extra_headers=headers)
+        if is_streamed:
+            assert [event async for event in answer]
+    tree = await whole(traced.receiver, trace_id, caller)
+    (request,) = tree.named("POST /v1/completions")
+    assert (request.parent_id, request.service) == (caller, "specdec-gateway")
+    assert request.attributes["specdec.status"] == 200
+    (generate,) = tree.children(request, "GenerationService/Generate")
+    assert {span.service for span in tree.spans} == {*SERVICES, "specdec-gateway"}
+    assert len(tree.named("round")) == generate.attributes["specdec.num_rounds"]
 
 
 async def test_a_round_has_its_phases_and_the_workers_their_parts(traced: Traced) -> None:

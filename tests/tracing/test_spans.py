@@ -17,7 +17,7 @@ from specdec.serving.tracing import spans
 from specdec.serving.tracing.endpoint import CannotTrace, endpoint_of, endpoint_problem
 from specdec.serving.tracing.otlp import FIRST_ROUNDS, OtlpTracer, RecordedSpan
 from specdec.serving.tracing.spans import NOTHING
-from specdec.trace_context import current_trace
+from specdec.trace_context import Pairs, continue_trace, current_trace, trace_of
 
 PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 NOT_SAMPLED = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"}
@@ -146,6 +146,40 @@ def test_a_request_continues_its_clients_trace(tracer: OtlpTracer) -> None:
 
 def test_a_client_that_does_not_sample_is_not_traced(tracer: OtlpTracer) -> None:
     assert spans.request("Generate", call(NOT_SAMPLED)) is NOTHING
+
+
+def test_calls_within_a_span_continue_its_trace(tracer: OtlpTracer) -> None:
+    parent, state = dict(spans.http_request("POST", {**PARENT, "tracestate": "specdec=all"}).metadata()).values()
+    assert parent.split("-")[1] == PARENT["traceparent"].split("-")[1]
+    assert parent.split("-")[2] != PARENT["traceparent"].split("-")[2]
+    assert state == "specdec=all"
+    assert spans.NOTHING.metadata() == ()
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        (PARENT, (("traceparent", PARENT["traceparent"]),)),
+        ({**PARENT, "tracestate": "a=1"}, (("traceparent", PARENT["traceparent"]), ("tracestate", "a=1"))),
+        ({**PARENT, "tracestate": "a\n"}, (("traceparent", PARENT["traceparent"]),)),
+        ({"tracestate": "a=1"}, ()),
+        ({"traceparent": "00-xyz"}, ()),
+        ({"traceparent": f"00-{'0' * 32}-{'1' * 16}-01"}, ()),
+        ({"traceparent": f"ff-{'1' * 32}-{'1' * 16}-01"}, ()),
+    ],
+)
+async def test_a_brought_trace_is_continued_as_it_is(headers: dict[str, str], expected: Pairs) -> None:
+    """Also where nothing is traced here; what is no trace is not passed on."""
+
+    async def calls() -> Pairs:
+        continue_trace(trace_of(headers))
+        return await asyncio.create_task(own())
+
+    async def own() -> Pairs:
+        return current_trace()
+
+    assert await asyncio.create_task(calls()) == expected
+    assert current_trace() == ()
 
 
 def test_an_answer_is_in_the_trace_of_the_question(tracer: OtlpTracer) -> None:

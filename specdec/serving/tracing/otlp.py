@@ -18,6 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, Status,
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.serving.tracing.spans import NOTHING, Attribute, Current, Span, hashed
+from specdec.trace_context import Pairs
 
 NAMESPACE = "specdec"
 FIRST_ROUNDS = 8  # of a session, traced whatever comes after: they show the prompt and the first choices
@@ -128,6 +129,12 @@ class RecordedSpan(Span):
             part = self._tracer.start_span(name, _within(self._span), start_time=begin_ns)
             begin_ns += round(1e9 * seconds)
             part.end(begin_ns)
+
+    def metadata(self) -> Pairs:
+        """Return what continues the trace within this span, as metadata."""
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, _within(self._span))
+        return tuple(carrier.items())
 
     def context(self) -> bytes:
         """Return the trace's id and the span's, as W3C Trace Context orders their bytes."""

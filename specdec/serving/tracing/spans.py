@@ -1,5 +1,6 @@
 """The spans of the request that the task of the moment serves: where its time goes, and nothing of what it is about.
 
+    POST /v1/chat/completions                  a client's request to the gateway, where it comes by HTTP
     GenerationService/Generate                 a client's request; continues the trace of its `traceparent`
     ├── admission, create, claim
     └── round                                  from the choice of its plan to its commit
@@ -18,6 +19,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol, Self
+
+from specdec.trace_context import Pairs, trace_of
 
 Attribute = str | int | float | bool
 CONTEXT_BYTES = 24  # of a traced round in a message to a worker: the trace's id (16) and the span's (8)
@@ -67,6 +70,10 @@ class Span:
         """Return what another process needs to begin a span within this one; empty: nothing is traced."""
         return b""
 
+    def metadata(self) -> Pairs:
+        """Return the same as W3C Trace Context has it, as metadata of a call."""
+        return ()
+
 
 NOTHING = Span()
 
@@ -108,6 +115,11 @@ def request(name: str, context: Any) -> Span:
     if _tracer is None:
         return NOTHING
     return _tracer.request(name, {key: value for key, value in context.invocation_metadata() if isinstance(value, str)})
+
+
+def http_request(name: str, headers: Mapping[str, str]) -> Span:
+    """Return the span of a client's request over HTTP, by its headers in lower case."""
+    return NOTHING if _tracer is None else _tracer.request(name, dict(trace_of(headers)))
 
 
 def answer(name: str, context: bytes) -> Span:
