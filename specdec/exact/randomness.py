@@ -8,7 +8,8 @@ Source: the counter-based generator Philox4x64-10 (Salmon, Moraes, Dror and Shaw
 """
 
 import enum
-from typing import NamedTuple
+import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,13 +35,29 @@ class Key(NamedTuple):
     purpose: Purpose
 
 
+class _Generator(threading.local):
+    """One generator a thread, moved to the key of each draw: a new one would take four times as long."""
+
+    def __init__(self) -> None:
+        self._bits = np.random.Philox(0)
+        self._state: Any = self._bits.state
+        self._state["buffer_pos"] = len(self._state["buffer"])  # nothing is left of an earlier block
+        self._key, self._counter = self._state["state"]["key"], self._state["state"]["counter"]
+
+    def word(self, seed: int, purpose: int, position: int, committed_length: int) -> int:
+        """Return the first 64 bits of the block after this counter."""
+        self._key[0], self._key[1] = seed, purpose
+        self._counter[0], self._counter[1] = position, committed_length
+        self._bits.state = self._state
+        return int(self._bits.random_raw())
+
+
+_generator = _Generator()
+
+
 def uniform(seed: int, key: Key) -> float:
     """Return the 53-bit uniform in [0, 1) that belongs to this key."""
-    # typed arrays: numpy takes a list with a number of 2**63 or more for floats, and seeds would be rounded together
-    philox_key = np.array([seed, int(key.purpose)], dtype=np.uint64)
-    counter = np.array([key.position, key.committed_length, 0, 0], dtype=np.uint64)
-    bits = np.random.Philox(key=philox_key, counter=counter)
-    return float(int(bits.random_raw()) >> 11) * 2.0**-53
+    return (_generator.word(seed, key.purpose, key.position, key.committed_length) >> 11) * 2.0**-53
 
 
 def uniforms(seed: int, committed_length: int, count: int, purpose: Purpose) -> tuple[float, ...]:
