@@ -136,8 +136,8 @@ function statisticsOf(message: pb.Statistics | undefined): Statistics {
 
 function samplingOf(message: types.SamplingParams | undefined): SamplingUsed {
   if (!message) return { stop: [] };
-  const { $typeName: _, $unknown: __, ...fields } = message;
-  return fields;
+  const { $typeName: _, $unknown: __, grammar, ...fields } = message;
+  return grammar.case === undefined ? fields : { ...fields, [grammar.case]: grammar.value };
 }
 
 function modelOf(message: types.ModelInfo): ModelInfo {

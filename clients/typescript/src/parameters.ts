@@ -10,6 +10,7 @@ const MAX_STOP_TEXTS = 16;
 const MAX_STOP_CHARACTERS = 256;
 const MAX_STOP_TOKENS = 256;
 const MAX_BIASES = 1024;
+const MAX_GRAMMAR_CHARACTERS = 65_536;
 const BIAS_LIMIT = 100;
 const MIN_REPETITION_PENALTY = Math.fround(0.01); // as the protocol has it: a 32-bit float
 const MAX_SHOWN_CHARACTERS = 40;
@@ -32,7 +33,13 @@ const SAMPLING: Readonly<Record<keyof SamplingOptions, Check>> = {
   stop: stopProblem,
   stopTokenIds: stopTokensProblem,
   ignoreEos: switchProblem,
+  jsonSchema: (value) => (isObject(value) ? undefined : grammarProblem(value)),
+  regex: grammarProblem,
+  lark: grammarProblem,
 };
+
+/** The options of which at most one is given. */
+export const GRAMMARS = ["jsonSchema", "regex", "lark"] as const;
 
 const SPECULATION: Readonly<Record<keyof SpeculationOptions, Check>> = {
   numDraftTokens: wholeNumber(0, MAX_DRAFT_TOKENS),
@@ -44,7 +51,11 @@ export const SAMPLING_NAMES = Object.keys(SAMPLING) as (keyof SamplingOptions)[]
 
 /** Returns the problems of all sampling options by name. */
 export function samplingProblems(options: SamplingOptions): Record<string, string> {
-  return problemsOf(SAMPLING, options, "");
+  const [first, second] = GRAMMARS.filter((name) => options[name] !== undefined);
+  const problems = problemsOf(SAMPLING, options, "");
+  if (second) problems[second] = `cannot be combined with ${first}; give one of ${GRAMMARS.join(", ")}`;
+  if (first && options.ignoreEos) problems["ignoreEos"] = `cannot be combined with ${first}; leave it out`;
+  return problems;
 }
 
 /** Returns the problems of all speculation options by name. Throws TypeError for an unknown name. */
@@ -158,6 +169,19 @@ function stopProblem(value: unknown): string | undefined {
 function stopTokensProblem(value: unknown): string | undefined {
   const tooMany = Array.isArray(value) && value.length > MAX_STOP_TOKENS;
   return tooMany ? `has ${value.length} ids; the maximum is ${MAX_STOP_TOKENS}` : tokenIdsProblem(value);
+}
+
+function grammarProblem(value: unknown): string | undefined {
+  if (typeof value !== "string") return `is ${shown(value)}; give a text`;
+  if (!value.isWellFormed()) return "is a text without a UTF-8 encoding; mend it first";
+  const size = [...value].length;
+  return size >= 1 && size <= MAX_GRAMMAR_CHARACTERS
+    ? undefined
+    : `has ${size} characters; give 1 to ${MAX_GRAMMAR_CHARACTERS}, or leave it out`;
+}
+
+function isObject(value: unknown): value is object {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
 }
 
 function switchProblem(value: unknown): string | undefined {

@@ -181,7 +181,7 @@ function samplingOf(options: SamplingOptions): types.SamplingParams | undefined 
   const given = SAMPLING_NAMES.filter((name) => options[name] !== undefined);
   if (!given.length) return undefined;
   const fields = Object.fromEntries(given.map((name) => [name, options[name]])) as SamplingOptions;
-  const { seed, stop, stopTokenIds, logitBias, ...scalars } = fields;
+  const { seed, stop, stopTokenIds, logitBias, jsonSchema, regex, lark, ...scalars } = fields;
   return create(types.SamplingParamsSchema, {
     ...NEUTRAL,
     ...scalars,
@@ -189,7 +189,15 @@ function samplingOf(options: SamplingOptions): types.SamplingParams | undefined 
     stop: typeof stop === "string" ? [stop] : [...(stop ?? [])],
     stopTokenIds: [...(stopTokenIds ?? [])],
     logitBias: { ...logitBias },
+    grammar: grammarOf({ jsonSchema, regex, lark }),
   } as MessageInitShape<typeof types.SamplingParamsSchema>);
+}
+
+function grammarOf({ jsonSchema, regex, lark }: SamplingOptions): types.SamplingParams["grammar"] {
+  if (regex !== undefined) return { case: "regex", value: regex };
+  if (lark !== undefined) return { case: "lark", value: lark };
+  if (jsonSchema === undefined) return { case: undefined };
+  return { case: "jsonSchema", value: typeof jsonSchema === "string" ? jsonSchema : JSON.stringify(jsonSchema) };
 }
 
 function speculationOf({ numDraftTokens, drafter, acceptanceRule }: SpeculationOptions): types.SpeculationParams {

@@ -24,6 +24,12 @@ export interface SamplingOptions {
   readonly stop?: string | readonly string[] | undefined;
   readonly stopTokenIds?: readonly number[] | undefined;
   readonly ignoreEos?: boolean | undefined;
+  /** The text is JSON that this schema allows, given as an object or as its JSON; one of the three at most. */
+  readonly jsonSchema?: string | object | undefined;
+  /** The whole text matches this regular expression. */
+  readonly regex?: string | undefined;
+  /** The text is derived from the rule `start` of this grammar, in Lark's EBNF. */
+  readonly lark?: string | undefined;
 }
 
 /** The rules that accept draft tokens. */

@@ -63,6 +63,20 @@ test("every option reaches the request", () =>
     assert.deepEqual(service.requests, [expected]);
   }));
 
+test("a grammar is sent as it is, a schema also as an object", () =>
+  withService(async (service, client) => {
+    const given = [{ jsonSchema: { type: "object" } }, { jsonSchema: '{"type":"object"}' }, { regex: "a+" }, { lark: "start: /a/" }];
+    service.handlers = given.map(() => sends(WHOLE));
+    for (const options of given) await client.complete("x", options);
+    const grammars = service.requests.map((request) => (request as pb.GenerateRequest).sampling?.grammar);
+    assert.deepEqual(grammars, [
+      { case: "jsonSchema", value: '{"type":"object"}' },
+      { case: "jsonSchema", value: '{"type":"object"}' },
+      { case: "regex", value: "a+" },
+      { case: "lark", value: "start: /a/" },
+    ]);
+  }));
+
 test("what is left out is unset, or neutral beside another sampling option", () =>
   withService(async (service, client) => {
     service.handlers = [sends(WHOLE), sends(WHOLE)];
@@ -177,6 +191,10 @@ const WRONG: [string, RegExp, () => unknown][] = [
   ["logitBias", /"a"/, x({ logitBias: { a: 1 } })],
   ["logitBias", /token 1 is "a"/, x({ logitBias: { 1: "a" } })],
   ["ignoreEos", /true or false/, x({ ignoreEos: 1 })],
+  ["regex", /0 characters/, x({ regex: "" })],
+  ["jsonSchema", /give a text/, x({ jsonSchema: [1] })],
+  ["lark", /combined with regex/, x({ regex: "a", lark: "start: /a/" })],
+  ["ignoreEos", /combined with regex/, x({ regex: "a", ignoreEos: true })],
   ["speculation.numDraftTokens", /33/, x({ speculation: { numDraftTokens: 33 } })],
   ["speculation.acceptanceRule", /"token" or "block"/, x({ speculation: { acceptanceRule: "best" } })],
   ["whenDetached", /"park" or/, x({ whenDetached: "wait" })],
