@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from specdec.errors import InvalidArgumentError
 from specdec.exact.prefix import num_equal
@@ -20,6 +20,9 @@ from specdec.exact.prefix import num_equal
 NOTHING_FOLLOWS, STATE = "NoExtensionBias", "<state>"  # llguidance's: why it stopped, and what follows an error's cause
 DEAD_END = "has led to a text that no token of this model can continue; change the grammar"
 MAX_PROBLEM_CHARACTERS = 300
+# of the parser, for which other sessions wait: a mask of an ambiguous grammar takes 0.6 s by llguidance's own limits,
+# by these 0.02 s, and then the grammar is refused; an object with 150 optional properties is within them
+LIMITS = LLParserLimits(max_items_in_row=600, step_max_items=2_500)
 MAX_COMPILED = 64  # grammars that are kept; one of a usual schema is compiled in a millisecond
 
 Grammar = tuple[str, str]
@@ -133,7 +136,7 @@ class Grammars:
             source = _source(field, value)
         except ValueError as error:
             raise _refused(field, f"is wrong: {error}") from None
-        matcher = LLMatcher(self._tokenizer, source, log_level=0)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refused(field, f"is wrong: {matcher.get_error()}")
         return matcher

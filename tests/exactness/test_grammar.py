@@ -1,9 +1,11 @@
 """Grammars: the mask is the grammar's own at every position, and what moves through it is never out of step."""
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ TOKENS = ("a", "b", "c", "d", "END", "ab", "cd", "bb")
 END, VOCAB_SIZE = 4, len(TOKENS) + 2  # the model has more tokens than the tokenizer
 PROMPT = [3, 1]
 NUM_LETTERS = 5
+AMBIGUOUS = ("lark", 'start: s\ns: s s | s s s | "a"')
+MODELS = Path(__file__).parents[2] / "models"
 REGEXES = ("(a|b)*c?d", "a+b+", "[ab]{2}(c|d)*", "(ab|cd|bb)*", "(a|bb)(b|ab)c", "d?")
 
 
@@ -163,6 +167,34 @@ def test_wrong_grammars_get_one_sentence(grammars: Grammars, grammar: tuple[str,
     assert str(caught.value).startswith(f"sampling.{grammar[0]} ")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
+
+
+def test_an_ambiguous_grammar_is_refused_before_it_takes_long() -> None:
+    """Its parser's work grows with the cube of the text; everybody who shares the worker would wait for it."""
+    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    (letter,) = tokenizer.encode("a").ids
+    text = Grammars(tokenizer.to_str(), tokenizer.get_vocab_size(), [0]).text(AMBIGUOUS)
+    sizes = []
+
+    def grow() -> None:
+        for size in range(1, 300):
+            sizes.append(size)
+            text.follow(size - 1, [letter] * size, size, 0).allowed()
+
+    with pytest.raises(InvalidArgumentError, match="takes too much work"):
+        grow()
+    assert sizes[-1] < 200
+    assert text.allowed_in_draft() is None, "a draft goes on without it"
+
+
+def test_large_schemas_are_within_the_limits() -> None:
+    properties = {f"p{number}": {"type": "boolean"} for number in range(140)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    text = Grammars(tokenizer.to_str(), tokenizer.get_vocab_size(), [0]).text(("json_schema", json.dumps(schema)))
+    tokens = tokenizer.encode('{"p0": true, "p139": false}').ids
+    for size in range(len(tokens) + 1):
+        assert text.follow(0, tokens, size, 0).allowed() is not None
 
 
 def test_a_text_that_nothing_can_continue_is_refused(grammars: Grammars) -> None:
