@@ -40,7 +40,7 @@ NODE_FOLDERS := clients/typescript tests/gateway/openai_npm
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis chromium protos lint format types test page-check clients simulate fuzz chaos smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients simulate fuzz chaos smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -103,6 +103,12 @@ types: setup ## mypy, strict
 
 test: setup lint types ## Lint, types and every test, on this machine alone: no GPU, no network
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+alerts-check: setup ## Test the alerts and the dashboard with a real Prometheus; needs prometheus and promtool
+	command -v prometheus >/dev/null && command -v promtool >/dev/null || { \
+	  echo "alerts-check needs prometheus and promtool, which are not on PATH; install them (apt-get install prometheus," \
+	    "brew install prometheus, or https://prometheus.io/download)" >&2; exit 1; }
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/deploy/test_observability.py tests/deploy/test_alerts.py
 
 page-check: setup chromium ## Test the gateway's page in Chromium, and take its pictures for docs/images/page
 	$(BIN)/python -c 'import playwright' 2>/dev/null || $(PIP) "$$(grep '^playwright==' constraints.txt)"

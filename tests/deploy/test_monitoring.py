@@ -1,4 +1,4 @@
-"""The component monitoring: it finds the pods' metrics, and its alerts read metrics that exist."""
+"""The component monitoring: metrics of every pod are scraped, alerts read what exists, Grafana finds its dashboard."""
 
 import re
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from prometheus_client import REGISTRY
 from tests.support.manifest_checks import problems
 from tests.support.manifests import (
     PROGRAMS,
+    REPOSITORY,
     Document,
     compose,
     container_ports,
@@ -33,7 +34,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
 
 def samples() -> set[str]:
     """Return the names of everything that the programs export."""
-    for module in PROGRAMS:
+    for module in {*PROGRAMS, "gateway"}:
         import_module(f"{module}.metrics")
     return {metric.name + ending for metric in REGISTRY.collect() for ending in SAMPLES.get(metric.type, ())}
 
@@ -66,6 +67,12 @@ def test_alerts_name_codes_that_exist(documents: list[Document]) -> None:
     matched = [value for _, text in expressions(documents) for value in re.findall(r'code=~?"([^"]+)"', text)]
     codes = {code for value in matched for code in value.split("|")}
     assert {"DATA_LOSS", "UNAVAILABLE"} <= codes <= {code.name for code in grpc.StatusCode}
+
+
+def test_the_dashboard_is_there_for_grafanas_sidecar(documents: list[Document]) -> None:
+    found = named(documents, "ConfigMap", "specdec-dashboard")
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert found["data"] == {"dashboard.json": (REPOSITORY / "deploy/observability/dashboard.json").read_text()}
 
 
 def test_misspelt_monitors_are_found(documents: list[Document]) -> None:
