@@ -5,7 +5,10 @@ one cluster, in the order of this file: the last ones end it.
 """
 
 import asyncio
+import http.client
+import json
 import signal
+import socket
 import ssl
 import urllib.request
 from collections.abc import Iterator
@@ -51,13 +54,13 @@ def trust(cluster: LocalCluster, tmp_path: Path) -> TlsFiles:
 
 
 def test_autoscalers_decide_on_the_number_of_pods(cluster: LocalCluster) -> None:
-    numbers = {name: len(cluster.of(name)) for name in ("coordinator", "draft", "target", "redis")}
-    assert numbers == {"coordinator": 2, "draft": 1, "target": 2, "redis": 1}
+    numbers = {name: len(cluster.of(name)) for name in ("coordinator", "draft", "target", "redis", "gateway")}
+    assert numbers == {"coordinator": 2, "draft": 1, "target": 2, "redis": 1, "gateway": 2}
 
 
 def test_every_probe_answers_without_a_certificate(cluster: LocalCluster) -> None:
     asked = {(each.address, kind): each.answers(kind) for each in cluster.pods for kind in probes(each.container)}
-    assert len(asked) == 3 * 5 + 2
+    assert len(asked) == 3 * 7 + 2
     assert all(asked.values()), asked
 
 
@@ -68,6 +71,32 @@ async def test_a_text_is_generated_through_mutual_tls(cluster: LocalCluster, tru
     assert completion.finish.reason is FinishReason.LENGTH
     assert completion.finish.statistics.num_accepted_tokens > 0
     assert (len(completion.tokens), completion.tokens, completion.text) == (24, plain.tokens, plain.text)
+
+
+async def test_gateways_serve_https(cluster: LocalCluster, trust: TlsFiles) -> None:
+    """Each of them, to clients that trust the authority and use the Service's name."""
+    assert trust.ca
+    for gateway in cluster.of("gateway"):
+        answer = await asyncio.to_thread(completion_of, gateway, trust.ca)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 8
+
+
+def completion_of(gateway: Pod, authority: str | Path) -> Any:
+    """Ask one gateway for a text, under the name of its Service."""
+    connection = http.client.HTTPSConnection("gateway.specdec.svc", 8000, timeout=60)
+    encryption = ssl.create_default_context(cafile=str(authority))
+    plain = socket.create_connection((gateway.address, 8000), 60)
+    connection.sock = encryption.wrap_socket(plain, server_hostname="gateway.specdec.svc")
+    content = {"model": "target", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(content), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+        assert answer.status == 200, text
+        return json.loads(text)
+    finally:
+        connection.close()
 
 
 @pytest.mark.parametrize("service", ["coordinator", "draft", "target"])

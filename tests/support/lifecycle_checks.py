@@ -6,7 +6,7 @@ from importlib import import_module
 
 from prometheus_client import REGISTRY
 
-from specdec.serving.settings import ServiceSettings
+from specdec.serving.settings import ProcessSettings
 from tests.support.manifests import (
     PROGRAMS,
     Document,
@@ -50,7 +50,7 @@ def liveness_problems(documents: Sequence[Document]) -> Iterator[str]:
 def discovery_problems(documents: Sequence[Document]) -> Iterator[str]:
     """Coordinators hear of every worker from its first moment to its last; clients of ready coordinators alone."""
     for workload, _, program in programs(documents):
-        is_worker = program is not PROGRAMS["coordinator"]
+        is_worker = program not in (PROGRAMS["coordinator"], PROGRAMS["gateway"])
         for service in _services_of(workload, documents):
             if service["spec"].get("publishNotReadyAddresses", False) != is_worker:
                 yield f"{title(service)}: publishNotReadyAddresses should be {str(is_worker).lower()}"
@@ -73,7 +73,7 @@ def drain_problems(documents: Sequence[Document]) -> Iterator[str]:
         waits_s = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         grace_s = pod(workload).get("terminationGracePeriodSeconds", 30)
         yield from _waiting_problems(workload, waits_s, documents)
-        if isinstance(settings, ServiceSettings) and grace_s < waits_s + settings.drain_s + DRAIN_MARGIN_S:
+        if isinstance(settings, ProcessSettings) and grace_s < waits_s + settings.drain_s + DRAIN_MARGIN_S:
             yield f"{title(workload)}: {grace_s} s of grace; preStop takes {waits_s}, the drain {settings.drain_s}"
 
 

@@ -38,7 +38,8 @@ from tests.support.manifests import (
 from tests.support.network_policies import network_problems
 from tests.support.schema_checks import VERSIONS, schema_problems
 
-PORT_NAMES = {"grpc": "SPECDEC_PORT", "metrics": "SPECDEC_METRICS_PORT"}
+PORT_NAMES = {"grpc": "SPECDEC_PORT", "http": "SPECDEC_PORT", "metrics": "SPECDEC_METRICS_PORT"}
+HTTP_PATHS = {"startupProbe": "/healthz", "readinessProbe": "/readyz", "livenessProbe": "/healthz"}
 
 
 def selector_problems(documents: Sequence[Document]) -> Iterator[str]:
@@ -93,8 +94,11 @@ def port_problems(documents: Sequence[Document]) -> Iterator[str]:
         for container in containers(workload):
             yield from _probe_port_problems(workload, container)
             yield from _service_port_problems(workload, container, documents)
-    for workload, container, _ in programs(documents):
-        yield from _listening_problems(workload, container, environment(container, documents))
+    for workload, container, program in programs(documents):
+        wanted = ("grpc" if program.service else "http", "metrics")
+        variables = environment(container, documents)
+        yield from _listening_problems(workload, container, wanted, variables)
+        yield from _probe_encryption_problems(workload, container, variables)
 
 
 def _probe_port_problems(workload: Document, container: Document) -> Iterator[str]:
@@ -115,20 +119,29 @@ def _service_port_problems(workload: Document, container: Document, documents: S
                 yield f"{title(service)}: is headless, so its port must be the pods'"
 
 
-def _listening_problems(workload: Document, container: Document, variables: Mapping[str, str]) -> Iterator[str]:
+def _listening_problems(
+    workload: Document, container: Document, wanted: Sequence[str], variables: Mapping[str, str]
+) -> Iterator[str]:
     ports = container_ports(container)
     exposed = dockerfile().last(stage_of(container), "EXPOSE").split()
-    for name, variable in PORT_NAMES.items():
+    for name, variable in ((name, PORT_NAMES[name]) for name in wanted):
         if str(ports.get(name)) != variables.get(variable):
             yield f"{title(workload)}: port {name} is {ports.get(name)}, and {variable} is {variables.get(variable)}"
         if str(ports.get(name)) not in exposed:
             yield f"{title(workload)}: port {name} is {ports.get(name)}, and its image exposes {exposed}"
-    probed = {probe["grpc"]["port"] for probe in probes(container).values() if "grpc" in probe}
-    if "SPECDEC_TLS_CERTIFICATE" in variables and probed != {int(variables.get("SPECDEC_HEALTH_PORT", 0))}:
-        yield f"{title(workload)}: probes have no certificate, and do not ask SPECDEC_HEALTH_PORT"
     annotations = workload["spec"]["template"]["metadata"].get("annotations", {})
     if annotations.get("prometheus.io/port") != variables.get("SPECDEC_METRICS_PORT"):
         yield f"{title(workload)}: Prometheus is sent to another port than SPECDEC_METRICS_PORT"
+
+
+def _probe_encryption_problems(workload: Document, container: Document, variables: Mapping[str, str]) -> Iterator[str]:
+    has_tls = "SPECDEC_TLS_CERTIFICATE" in variables
+    probed = {probe["grpc"]["port"] for probe in probes(container).values() if "grpc" in probe}
+    if has_tls and probed and probed != {int(variables.get("SPECDEC_HEALTH_PORT", 0))}:
+        yield f"{title(workload)}: probes have no certificate, and do not ask SPECDEC_HEALTH_PORT"
+    schemes = {probe["httpGet"].get("scheme", "HTTP") for probe in probes(container).values() if "httpGet" in probe}
+    if schemes - {"HTTPS" if has_tls else "HTTP"}:
+        yield f"{title(workload)}: probes ask by {sorted(schemes)}, {'with' if has_tls else 'without'} a certificate"
 
 
 def probe_problems(documents: Sequence[Document]) -> Iterator[str]:
@@ -137,6 +150,11 @@ def probe_problems(documents: Sequence[Document]) -> Iterator[str]:
         probed = {kind: probe.get("grpc", {}).get("service", "") for kind, probe in probes(container).items()}
         if probed.keys() != {"startupProbe", "readinessProbe", "livenessProbe"}:
             yield f"{title(workload)}: has only the probes {sorted(probed)}"
+        if not program.service:
+            paths = {kind: probe.get("httpGet", {}).get("path") for kind, probe in probes(container).items()}
+            yield from (
+                f"{title(workload)} {kind}: asks {paths[kind]}" for kind in paths if paths[kind] != HTTP_PATHS[kind]
+            )
         if probed.get("readinessProbe") != program.service:
             yield f"{title(workload)} readinessProbe: asks for {probed.get('readinessProbe')}, not {program.service}"
         if probed.get("startupProbe") not in ("", program.service):
@@ -200,6 +218,22 @@ def address_problems(documents: Sequence[Document]) -> Iterator[str]:
             yield f"{title(workload)}: several coordinators need one store"
 
 
+def gateway_problems(documents: Sequence[Document]) -> Iterator[str]:
+    """Gateways ask the coordinators' Service, with TLS where that has a certificate."""
+    for workload, container, program in programs(documents):
+        if program is not PROGRAMS["gateway"]:
+            continue
+        service, variables = named(documents, "Service", "coordinator"), environment(container, documents)
+        host = f"coordinator.{service['metadata']['namespace']}.svc.cluster.local"
+        expected = f"dns:///{host}.:{service['spec']['ports'][0]['port']}"
+        if variables.get("SPECDEC_COORDINATOR") != expected:
+            yield f"{title(workload)}: SPECDEC_COORDINATOR is {variables.get('SPECDEC_COORDINATOR')}, not {expected}"
+        coordinator = containers(named(documents, "Deployment", "coordinator"))[0]
+        is_encrypted = "SPECDEC_TLS_CERTIFICATE" in environment(coordinator, documents)
+        if is_encrypted != ("SPECDEC_COORDINATOR_TLS_CA" in variables):
+            yield f"{title(workload)}: the coordinators' TLS is {is_encrypted}, and the gateway disagrees"
+
+
 def _addresses(service: Document) -> list[str]:
     host = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc.cluster.local"
     port = service["spec"]["ports"][0]["port"]
@@ -253,6 +287,7 @@ CHECKS = (
     image_problems,
     model_problems,
     address_problems,
+    gateway_problems,
     gpu_problems,
     resource_problems,
     network_problems,

@@ -18,7 +18,8 @@ import yaml
 
 from coordinator.settings import CoordinatorSettings
 from draft_service.settings import SETTINGS as DraftSettings
-from specdec.serving.settings import ServiceSettings, load
+from gateway.settings import GatewaySettings
+from specdec.serving.settings import ProcessSettings, load
 from target_service.settings import TargetSettings
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,9 +33,9 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Program:
-    """A runnable module: its settings and the service that it offers."""
+    """A runnable module: its settings and the gRPC service that it offers; "": it speaks HTTP."""
 
-    settings: type[ServiceSettings]
+    settings: type[ProcessSettings]
     service: str
 
 
@@ -42,6 +43,7 @@ PROGRAMS = {
     "coordinator": Program(CoordinatorSettings, "specdec.v1.GenerationService"),
     "draft_service": Program(DraftSettings, "specdec.v1.DraftService"),
     "target_service": Program(TargetSettings, "specdec.v1.TargetService"),
+    "gateway": Program(GatewaySettings, ""),
 }
 
 
@@ -281,7 +283,7 @@ def programs(documents: Sequence[Document]) -> Iterator[tuple[Document, Document
                 yield workload, container, PROGRAMS[module_of(container)]
 
 
-def read_settings(program: Program, variables: Mapping[str, str], arguments: list[str]) -> ServiceSettings | str:
+def read_settings(program: Program, variables: Mapping[str, str], arguments: list[str]) -> ProcessSettings | str:
     """Return the settings that a program reads from these, or its error message."""
     said = io.StringIO()
     with mock.patch.dict(os.environ, variables, clear=True), contextlib.redirect_stderr(said):

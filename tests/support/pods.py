@@ -17,9 +17,11 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -105,6 +107,8 @@ class Pod:
         timeout_s = probe.get("timeoutSeconds", 1)
         if "grpc" in probe:
             return _serving(f"{self.address}:{probe['grpc']['port']}", probe["grpc"].get("service", ""), timeout_s)
+        if "httpGet" in probe:
+            return _succeeds(self.address, probe["httpGet"], timeout_s)
         if "exec" in probe:
             return self._runs(probe["exec"]["command"], timeout_s)
         return _listens(self.address, probe["tcpSocket"]["port"], timeout_s)
@@ -278,6 +282,17 @@ def _serving(address: str, service: str, timeout_s: float) -> bool:
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _succeeds(host: str, action: Document, timeout_s: float) -> bool:
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    url = f"{action['scheme'].lower()}://{host}:{action['port']}{action['path']}"
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s, context=unverified) as answer:
+            return bool(answer.status < 400)
+    except OSError:
+        return False
 
 
 def _listens(host: str, port: int, timeout_s: float) -> bool:

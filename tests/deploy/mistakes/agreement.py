@@ -179,3 +179,24 @@ def configuration_that_is_not_there(documents: list[Document]) -> None:
 @mistake("demo", "there is no ServiceAccount/drafter")
 def account_that_is_not_there(documents: list[Document]) -> None:
     pod(deployment(documents, "draft"))["serviceAccountName"] = "drafter"
+
+
+@mistake("demo-tls-autoscaling", "Deployment/gateway: probes ask by ['HTTP', 'HTTPS'], with a certificate")
+def probe_of_https_in_plain_text(documents: list[Document]) -> None:
+    container(documents, "gateway")["livenessProbe"]["httpGet"]["scheme"] = "HTTP"
+
+
+@mistake("demo-tls-autoscaling", "Deployment/gateway livenessProbe: asks /readyz")
+def liveness_that_needs_coordinators(documents: list[Document]) -> None:
+    container(documents, "gateway")["livenessProbe"]["httpGet"]["path"] = "/readyz"
+
+
+@mistake("demo-tls-autoscaling", "Deployment/gateway: the coordinators' TLS is True")
+def gateway_without_the_authority(documents: list[Document]) -> None:
+    variables(documents, "gateway")["SPECDEC_COORDINATOR_TLS"] = "true"
+    del variables(documents, "gateway")["SPECDEC_COORDINATOR_TLS_CA"]
+
+
+@mistake("gpu-tls-autoscaling", "network: gateway cannot reach coordinator at port 50051")
+def gateway_that_may_not_reach_coordinators(documents: list[Document]) -> None:
+    documents.remove(named(documents, "NetworkPolicy", "coordinator-from-gateway"))
