@@ -107,9 +107,12 @@ async def test_a_trace_by_http_begins_at_the_gateway(traced: Traced, is_streamed
     (request,) = tree.named("POST /v1/completions")
     assert (request.parent_id, request.service) == (caller, "specdec-gateway")
     assert request.attributes["specdec.status"] == 200
-    (generate,) = tree.children(request, "GenerationService/Generate")
+    assert len(tree.children(request, "GenerationService/Generate")) == 1
     assert {span.service for span in tree.spans} == {*SERVICES, "specdec-gateway"}
-    assert len(tree.named("round")) == generate.attributes["specdec.num_rounds"]
+    # every one, as `tracestate` asks; the call's own count is missing where the gateway has left with the last chunk
+    numbers = [each.attributes["specdec.round"] for each in tree.named("round")]
+    assert numbers == list(range(len(numbers)))
+    assert sum_of(tree.named("round"), "num_tokens") <= NUM_TOKENS
 
 
 async def test_a_round_has_its_phases_and_the_workers_their_parts(traced: Traced) -> None:
