@@ -70,6 +70,7 @@ async def built(settings: CoordinatorSettings, server: Server) -> AsyncIterator[
             detached=settings.detached_rule,
             quotas=watched_quotas(settings.quotas_file),
         )
+        stack.callback(service.close)
         servicer = GenerationServicer(service, SessionIds(await store.secret()))
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server.grpc)
         status = StatusServicer("coordinator", lambda: worker_statuses(workers.pools), settings.operator_tenants)

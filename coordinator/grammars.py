@@ -32,10 +32,15 @@ class SessionGrammars:
             text = await self._compiler(target).text(sampling)
         return ForcedDrafter(text, maximum) if text and maximum else None
 
+    def close(self) -> None:
+        """End what compiles."""
+        for compiler in self._compilers.values():
+            compiler.close()
+
     def _compiler(self, target: ModelInfo) -> GrammarCompiler:
         key = target.vocab_size, target.eos_token_ids
         if key not in self._compilers:
-            self._compilers[key] = GrammarCompiler(self._tokenizer.to_str, *key)
+            self._compilers[key] = GrammarCompiler(self._tokenizer.to_str, *key, tries=True)
         return self._compilers[key]
 
 

@@ -75,6 +75,10 @@ class Coordinator:
         )
         self._upkeep = Upkeep(store, running, self._shown, self._detached, outside)
 
+    def close(self) -> None:
+        """End what works beside the event loop."""
+        self._grammars.close()
+
     @property
     def owner(self) -> str:
         """Its name in leases."""

@@ -9,7 +9,8 @@ target finds impossible is never accepted.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -17,12 +18,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from specdec.errors import InvalidArgumentError
 from specdec.exact.prefix import num_equal
 
-NOTHING_FOLLOWS, STATE = "NoExtensionBias", "<state>"  # llguidance's: why it stopped, and what follows an error's cause
+NOTHING_FOLLOWS, DETAILS = "NoExtensionBias", "<non-verbose/>"  # llguidance's: why it stopped; what follows a cause
 DEAD_END = "has led to a text that no token of this model can continue; change the grammar"
 MAX_PROBLEM_CHARACTERS = 300
 # of the parser, for which other sessions wait: a mask of an ambiguous grammar takes 0.6 s by llguidance's own limits,
 # by these 0.02 s, and then the grammar is refused; an object with 150 optional properties is within them
-LIMITS = LLParserLimits(max_items_in_row=600, step_max_items=2_500)
+LIMITS = LLParserLimits(max_items_in_row=600, step_max_items=2_500, step_lexer_fuel=100_000, verbose_errors=False)
 MAX_COMPILED = 64  # grammars that are kept; one of a usual schema is compiled in a millisecond
 
 Grammar = tuple[str, str]
@@ -32,9 +33,12 @@ Grammar = tuple[str, str]
 class GrammarText:
     """A completion in the making, and the tokens that may follow it. Not thread-safe."""
 
-    def __init__(self, field: str, matcher: LLMatcher, vocab_size: int) -> None:
-        """`vocab_size` is the number of the model's tokens; those that the tokenizer lacks are never allowed."""
-        self._field, self._matcher, self._vocab_size = field, matcher, vocab_size
+    def __init__(self, field: str, matcher: LLMatcher, vocab_size: int, has_text: Callable[[int], bool]) -> None:
+        """`vocab_size` is the number of the model's tokens; those that the tokenizer lacks are never allowed.
+
+        `has_text` says of a token whether it is one of the tokenizer's, and no end of a text.
+        """
+        self._field, self._matcher, self._vocab_size, self._has_text = field, matcher, vocab_size, has_text
         self._text = array("I")  # the completion, then draft tokens
         self._num_committed = 0
         self._num_matched = 0  # tokens of the text that fit, up to the first that does not
@@ -57,8 +61,8 @@ class GrammarText:
     def allowed(self, path: Sequence[int] = ()) -> np.ndarray | None:
         """Return which tokens may follow the completion and the draft tokens of `path`, bool [vocab_size].
 
-        None where the path does not fit: its target probability is 0. Raises InvalidArgumentError for a grammar that
-        takes too much work, or that has led to where nothing can follow.
+        None where the path does not fit, so that its target probability is 0, or has ended. Raises
+        InvalidArgumentError for a grammar that takes too much work, or that has led to where nothing can follow.
         """
         self._move(self._num_committed, path)
         if self._num_matched < len(self._text):
@@ -67,9 +71,7 @@ class GrammarText:
         self._check()
         allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")[: self._vocab_size]
         if not allowed.any():
-            raise _refused(
-                self._field, "has led to a text that no token of this model can continue; change the grammar"
-            )
+            raise _refused(self._field, DEAD_END)
         return np.pad(allowed, (0, self._vocab_size - len(allowed))).astype(np.bool_)
 
     def allowed_in_draft(self, path: Sequence[int] = ()) -> np.ndarray | None:
@@ -101,14 +103,12 @@ class GrammarText:
             self._num_matched = num_kept
         self._text.extend(new)
         if new and self._num_matched == num_kept:
-            self._num_matched += self._matcher.try_consume_tokens(list(new))
+            # a token that the tokenizer lacks is an error for llguidance, and it may not take an end back
+            self._num_matched += self._matcher.try_consume_tokens(list(takewhile(self._has_text, new)))
         self._check()
 
     def _check(self) -> None:
-        if not self._matcher.is_error():
-            return
-        cause = self._matcher.get_error().partition(STATE)[0]
-        raise _refused(self._field, DEAD_END if NOTHING_FOLLOWS in cause else f"takes too much work: {cause}")
+        _check(self._field, self._matcher)
 
 
 class Grammars:
@@ -118,20 +118,30 @@ class Grammars:
         """`eos_token_ids` are what a text ends with, at least one. Raises ValueError for an unsuitable tokenizer."""
         self._vocab_size = vocab_size
         self._tokenizer = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._compiled = OrderedDict[Grammar, LLMatcher]()  # least recently used first
+
+    def __contains__(self, grammar: Grammar) -> bool:
+        """Return whether it is compiled."""
+        return grammar in self._compiled
 
     def text(self, grammar: Grammar) -> GrammarText:
         """Return an empty completion that must have the form. Raises InvalidArgumentError for a wrong grammar."""
         matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = self._compile(*grammar)
+            matcher = self.compile(grammar)
         self._compiled[grammar] = matcher
         self._compiled.move_to_end(grammar)
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        return GrammarText(grammar[0], matcher.deep_copy(), self._vocab_size)
+        return GrammarText(grammar[0], matcher.deep_copy(), self._vocab_size, self._has_text)
 
-    def _compile(self, field: str, value: str) -> LLMatcher:
+    def _has_text(self, token: int) -> bool:
+        return token < self._tokenizer.vocab_size and token not in self._eos_token_ids
+
+    def compile(self, grammar: Grammar) -> LLMatcher:
+        """Return a new matcher, which is not kept. Raises InvalidArgumentError for a wrong grammar."""
+        field, value = grammar
         try:
             source = _source(field, value)
         except ValueError as error:
@@ -139,7 +149,27 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise _refused(field, f"is wrong: {matcher.get_error()}")
+        _try_first_token(field, matcher.deep_copy())
         return matcher
+
+
+def _try_first_token(field: str, matcher: LLMatcher) -> None:
+    """Raise InvalidArgumentError where no text can begin, or where a token cannot be taken back, as drafts are."""
+    bits = matcher.compute_bitmask()
+    _check(field, matcher)
+    first = int(np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").argmax())
+    matcher.try_consume_tokens([first])
+    _check(field, matcher)
+    matcher.rollback(1)
+    if matcher.is_error():
+        raise _refused(field, f"is wrong: {matcher.get_error().partition(DETAILS)[0]}")
+
+
+def _check(field: str, matcher: LLMatcher) -> None:
+    if not matcher.is_error():
+        return
+    cause = matcher.get_error().partition(DETAILS)[0]
+    raise _refused(field, DEAD_END if NOTHING_FOLLOWS in cause else f"takes too much work: {cause}")
 
 
 def _source(field: str, value: str) -> str:

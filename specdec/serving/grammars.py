@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.exact.grammar import Grammar, Grammars, GrammarText
+from specdec.serving.grammar_trial import GrammarTrial
 from specdec.types import SamplingParams
 
 MAX_WAITING = 64  # grammars that wait to be compiled
@@ -14,8 +15,15 @@ MAX_WAITING = 64  # grammars that wait to be compiled
 class GrammarCompiler:
     """Compiles grammars for the tokenizer of one model. What it needs is built with the first one."""
 
-    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer_json` gives the tokenizer, as the package tokenizers writes it."""
+    def __init__(
+        self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int], tries: bool = False
+    ) -> None:
+        """`tokenizer_json` gives the tokenizer, as the package tokenizers writes it.
+
+        `tries`: new grammars are tried in a process of their own first, as they come from clients.
+        """
+        self._tries = tries
+        self._trial: GrammarTrial | None = None  # on the thread
         self._tokenizer_json, self._vocab_size, self._eos_token_ids = tokenizer_json, vocab_size, tuple(eos_token_ids)
         self._grammars: Grammars | None = None  # on the thread
         self._thread: ThreadPoolExecutor | None = None
@@ -43,17 +51,27 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: Grammar) -> GrammarText:
         if self._grammars is None:
-            try:
-                self._grammars = Grammars(self._tokenizer_json(), self._vocab_size, self._eos_token_ids)
-            except ValueError as error:
-                problem = f"cannot be used with this model's tokenizer: {error}"
-                raise InvalidArgumentError({f"sampling.{grammar[0]}": problem}) from error
+            self._grammars = self._built(grammar[0])
+        if self._trial and grammar not in self._grammars:
+            self._trial.check(grammar)
         return self._grammars.text(grammar)
+
+    def _built(self, field: str) -> Grammars:
+        tokenizer = self._tokenizer_json(), self._vocab_size, self._eos_token_ids
+        try:
+            grammars = Grammars(*tokenizer)
+        except ValueError as error:
+            problem = f"cannot be used with this model's tokenizer: {error}"
+            raise InvalidArgumentError({f"sampling.{field}": problem}) from error
+        self._trial = GrammarTrial(*tokenizer) if self._tries else None
+        return grammars
 
     def close(self) -> None:
         """Drop what waits."""
         if self._thread:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.shutdown(wait=True, cancel_futures=True)  # a compilation takes some seconds at most
+        if self._trial:
+            self._trial.close()
 
 
 class SessionGrammar:

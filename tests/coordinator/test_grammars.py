@@ -49,6 +49,7 @@ SPECULATIONS = {
     "ngram": SpeculationParams(num_draft_tokens=4, drafter="ngram"),
     "recycle": SpeculationParams(num_draft_tokens=8, drafter="recycle"),
 }
+CHAIN = "start: r0" + "".join(f"\nr{rule}: r{rule + 1}" for rule in range(3000)) + "\nr3000: /a/"  # overflows a stack
 PROMPT = "Once upon a time there was"
 
 
@@ -164,6 +165,7 @@ async def test_sessions_with_and_without_forms_share_forwards(client: AsyncClien
         ({"regex": "a", "ignore_eos": True}, "sampling.ignore_eos cannot be combined"),
         ({"regex": ""}, "has 0 characters"),
         ({"regex": "a" * 70_000}, "has 70000 characters"),
+        ({"lark": CHAIN}, "nested too deeply"),
         ({"json_schema": {"type": {1, 2}}}, "give a text"),
     ],
 )
@@ -188,11 +190,13 @@ async def test_what_is_forced_leaves_room_for_the_closing_token() -> None:
     tokenizer = load_tokenizer(str(MODELS / "target"))
     target = ModelInfo("target", vocab_size=tokenizer.get_vocab_size(), eos_token_ids=(0,))
     sampling = SamplingParams(regex="hello there, my good old friend")
-    drafter = await SessionGrammars(tokenizer).forced(sampling, target, 6)
+    grammars = SessionGrammars(tokenizer)
+    drafter = await grammars.forced(sampling, target, 6)
     assert isinstance(drafter, ForcedDrafter)
     assert len(drafter.propose([7, 8], 2, 100)) == 6
     assert len(drafter.propose([7, 8], 2, 3)) == 2
     assert len(drafter.propose([7, 8], 2, 1)) == 0
     assert len(drafter.propose([7, 8, 5], 2, 100)) == 0, "a text of another form"
-    assert await SessionGrammars(tokenizer).forced(SamplingParams(), target, 6) is None
-    assert await SessionGrammars(tokenizer).forced(sampling, target, 0) is None
+    assert await grammars.forced(SamplingParams(), target, 6) is None
+    assert await grammars.forced(sampling, target, 0) is None
+    grammars.close()

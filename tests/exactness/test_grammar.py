@@ -105,7 +105,7 @@ def walks(grammars: Grammars, regex: str, num_tokens: int) -> Iterator[list[int]
             waiting += [[*tokens, int(token)] for token in np.flatnonzero(allowed) if token != END]
 
 
-TEXTS = st.lists(st.integers(0, len(TOKENS) - 1), max_size=6)
+TEXTS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=6)  # also of tokens that the tokenizer lacks
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -147,6 +147,21 @@ def test_forced_text_is_spelled_and_nothing_else(grammars: Grammars) -> None:
     assert text.follow(2, [*PROMPT, 5, 6], 4, 2).forced(8) == []
 
 
+def test_an_end_within_a_draft_is_taken_back(grammars: Grammars) -> None:
+    """Also where the grammar itself has the end: llguidance takes back one token too many there."""
+    text = grammars.text(("lark", f"start: /a+/ <[{END}]> /b+/"))
+    begun = following(text, [0])
+    assert following(text, [0], [END, 1]) is None
+    assert np.array_equal(following(text, [0]), begun)  # type: ignore[arg-type]
+
+
+def test_an_unknown_token_of_a_draft_does_not_end_the_session(grammars: Grammars) -> None:
+    text = grammars.text(("regex", "a+b"))
+    begun = following(text, [0])
+    assert following(text, [0], [VOCAB_SIZE - 1]) is None
+    assert np.array_equal(following(text, [0]), begun)  # type: ignore[arg-type]
+
+
 # ---- wrong grammars
 
 
@@ -159,6 +174,8 @@ def test_forced_text_is_spelled_and_nothing_else(grammars: Grammars) -> None:
         (("json_schema", '{"type"'), "is wrong"),
         (("json_schema", '{"type": "colour"}'), "colour"),
         (("json_schema", '{"$ref": "https://example.org/schema"}'), "is wrong"),
+        (("lark", "start: t\nt[max_tokens=3]: /a*/"), "rollback not supported"),
+        (("regex", "x"), "no token of this model"),
     ],
 )
 def test_wrong_grammars_get_one_sentence(grammars: Grammars, grammar: tuple[str, str], words: str) -> None:
