@@ -7,16 +7,14 @@ import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import prometheus_client
+import openai
 import pytest
 import pytest_asyncio
 import yaml
 
 from deploy.observability.generated import ALERTS
 from specdec import AsyncClient
-from tests.support.architectures import VOCAB_SIZE, build
-from tests.support.cluster import cluster, save_tokenizer
-from tests.support.gateway import asked, serving_gateway
+from tests.support.measured_services import measured_services
 from tests.support.observability import (
     Expression,
     Prometheus,
@@ -77,20 +75,14 @@ async def test_changed_alerts_fail_their_tests(tmp_path: Path, old: str, new: st
 async def prometheus(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Prometheus]:
     """Give a Prometheus that has scraped services after a text by gRPC and one by HTTP."""
     program("prometheus")
-    model = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
-    server, _ = prometheus_client.start_http_server(0, "127.0.0.1")
-    try:
-        async with cluster(model, model) as services, serving_gateway(services.address) as port:
-            async with AsyncClient(services.address) as client:
-                await client.complete("t5 t7", max_new_tokens=32, ignore_eos=True)
-            content = {"model": model.name, "prompt": "t5 t7", "max_tokens": 8}
-            assert (await asked(port, "/v1/completions", content)).status == 200
-            with running_prometheus(tmp_path_factory.mktemp("prometheus"), server.server_port) as running:
-                await asyncio.to_thread(running.wait_for, "count_over_time(specdec_generation_tokens_total[1m]) >= 3")
-                yield running
-    finally:
-        server.shutdown()
-        server.server_close()
+    async with measured_services(tmp_path_factory.mktemp("model")) as services:
+        async with AsyncClient(services.address) as client:
+            await client.complete("t5 t7", max_new_tokens=32, ignore_eos=True)
+        async with openai.AsyncOpenAI(base_url=services.http_address, api_key="none", max_retries=0) as http:
+            await http.completions.create(model=services.model.name, prompt="t5 t7", max_tokens=8)
+        with running_prometheus(tmp_path_factory.mktemp("prometheus"), services.metrics_ports) as running:
+            await asyncio.to_thread(running.wait_for, "count_over_time(specdec_generation_tokens_total[1m]) >= 3")
+            yield running
 
 
 def evaluated(prometheus: Prometheus, each: Expression) -> bool:

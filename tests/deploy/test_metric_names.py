@@ -7,22 +7,17 @@ import asyncio
 import json
 import re
 import signal
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
 from specdec import AsyncClient
-from specdec.serving.local import Options, running
-from tests.support.architectures import VOCAB_SIZE, build
-from tests.support.cluster import save_tokenizer
 from tests.support.command_line import start
+from tests.support.measured_services import Services, free_ports, measured_services
 from tests.support.running_up import children_of, is_alive
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,48 +29,12 @@ NOT_METRICS = {"specdec_demo", "specdec_", "specdec_pb2"}
 PATTERNS = {"specdec_draft_", "specdec_target_"}  # in texts: "the same of `specdec_draft_...`"
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
-    """Four processes, and where their metrics are."""
-
-    address: str
-    metrics_ports: tuple[int, ...]
-    model: Path
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Services]:
-    model = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
-    first = free_ports(4)
-    options = Options(
-        target=str(model),
-        draft=str(model),
-        port=0,
-        http_port=0,
-        store="memory",
-        dtype="float32",
-        drain_s=0,
-        metrics_ports=first,
-    )
-    async with running(options, lambda *_: None) as stack:
-        async with AsyncClient(stack.address) as client:
+    async with measured_services(tmp_path_factory.mktemp("model")) as running:
+        async with AsyncClient(running.address) as client:
             await client.complete("t5 t7", max_new_tokens=32, ignore_eos=True)
-        yield Services(stack.address, (first, first + 1, first + 2, first + 3), model)
-
-
-def free_ports(count: int) -> int:
-    """Return the first of so many free ports in a row."""
-    while True:
-        with ExitStack() as stack:
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            first: int = listener.getsockname()[1]
-            try:
-                for port in range(first + 1, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
+        yield running
 
 
 def exported(services: Services) -> dict[str, str]:

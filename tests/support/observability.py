@@ -7,7 +7,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +98,13 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(folder: Path, scraped_port: int) -> Iterator[Prometheus]:
-    """Run a Prometheus on loopback that scrapes one port every second, with the alerts; end it afterwards."""
-    labels = {"namespace": "specdec", "pod": "all"}
-    scrape = {
-        "job_name": "specdec/specdec",
-        "static_configs": [{"targets": [f"127.0.0.1:{scraped_port}"], "labels": labels}],
-    }
+def running_prometheus(folder: Path, scraped_ports: Sequence[int]) -> Iterator[Prometheus]:
+    """Run a Prometheus on loopback that scrapes ports every second, with the alerts; end it afterwards."""
+    pods = [
+        {"targets": [f"127.0.0.1:{port}"], "labels": {"namespace": "specdec", "pod": f"pod-{port}"}}
+        for port in scraped_ports
+    ]
+    scrape = {"job_name": "specdec/specdec", "static_configs": pods}
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(ALERTS)],

@@ -1,0 +1,56 @@
+"""All services as processes of their own, each with a port for Prometheus."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec.serving.local import Options, running
+from tests.support.architectures import VOCAB_SIZE, build
+from tests.support.cluster import save_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Four processes, where they answer, and where their metrics are."""
+
+    address: str
+    http_address: str
+    metrics_ports: tuple[int, ...]
+    model: Path
+
+
+@asynccontextmanager
+async def measured_services(folder: Path) -> AsyncIterator[Services]:
+    """Run a coordinator, a target worker, a draft worker and a gateway on a toy model that is built in a folder."""
+    model = save_tokenizer(build("llama", folder), VOCAB_SIZE)
+    first = free_ports(4)
+    options = Options(
+        target=str(model),
+        draft=str(model),
+        port=0,
+        http_port=0,
+        store="memory",
+        dtype="float32",
+        drain_s=0,
+        metrics_ports=first,
+    )
+    async with running(options, lambda *_: None) as stack:
+        assert stack.http_address
+        yield Services(stack.address, stack.http_address, (first, first + 1, first + 2, first + 3), model)
+
+
+def free_ports(count: int) -> int:
+    """Return the first of so many free ports in a row."""
+    while True:
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            first: int = listener.getsockname()[1]
+            try:
+                for port in range(first + 1, first + count):
+                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return first
