@@ -3,14 +3,18 @@
 Nothing here awaits, logs, reads clocks or draws randomness.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from coordinator.text import Detokenizer, StopText
 from specdec.exact.prefix import PrefixChain, chain
 from specdec.exact.randomness import acceptance_uniforms
 from specdec.exact.values import Proposal, Scores, Uniforms, Verdict
-from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
+from specdec.types import FinishReason, RoundDraft, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
+
+NO_DRAFTER = "none"  # what metrics, traces and chunks call rounds that no drafter took part in
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +45,7 @@ class Round:
     digest: bytes  # after it
     finish: FinishReason | None
     statistics: Statistics  # after it; commit_s and total_s are the committer's to add
-    drafter: str = "none"  # that proposed in it
+    drafter: str = NO_DRAFTER  # that proposed in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class CommittedChunk:
     text_ends: tuple[int, ...]  # within `text`, in characters, one a token
     digest: bytes
     incarnation: str = ""  # which session of its name; empty: not recorded
+    rounds: tuple[RoundDraft, ...] = ()  # that ended in it, as far as they ran here
 
 
 @dataclass(slots=True)
@@ -75,6 +80,7 @@ class Generation:
     _text_ends: list[int] = field(init=False, default_factory=list)
     _held: list[str] = field(init=False, default_factory=list)  # after each token, what may begin a stop string
     _digests: list[bytes] = field(init=False)
+    _rounds: list[RoundDraft] = field(init=False, default_factory=list)
     _prompt_chain: PrefixChain = field(init=False, default_factory=PrefixChain)
 
     def __post_init__(self) -> None:
@@ -117,7 +123,13 @@ class Generation:
         return acceptance_uniforms(self.seed, len(self.committed), num_draft_tokens)
 
     def advance(
-        self, proposal: Proposal, scores: Scores, verdict: Verdict, draft_s: float = 0.0, score_s: float = 0.0
+        self,
+        proposal: Proposal,
+        scores: Scores,
+        verdict: Verdict,
+        draft_s: float = 0.0,
+        score_s: float = 0.0,
+        drafter: str = NO_DRAFTER,
     ) -> Round:
         """Append what the round yields, cut at the first end of any kind, and return what is to be committed."""
         base_length, base_digest, begin = len(self.committed), self._digests[-1], len(self.emitted)
@@ -139,7 +151,8 @@ class Generation:
                 self.statistics.num_accepted_tokens_per_depth, verdict.num_accepted, proposal.depth
             ),
         )
-        return Round(base_length, base_digest, emitted, self._digests[-1], self.finish, self.statistics)
+        self._rounds.append(RoundDraft(drafter, len(proposal), proposal.depth, len(self.emitted)))
+        return Round(base_length, base_digest, emitted, self._digests[-1], self.finish, self.statistics, drafter)
 
     def replay(self, emitted: Iterable[OutputToken], finish: FinishReason | None) -> None:
         """Append what the store has, and end as the session did."""
@@ -157,6 +170,7 @@ class Generation:
         """Roll back uncommitted tokens, and end after the first `num_tokens` completion tokens."""
         del self.emitted[num_tokens:], self._text_ends[num_tokens:], self._held[num_tokens:]
         del self.committed[len(self.prompt) + num_tokens :], self._digests[num_tokens + 1 :]
+        del self._rounds[self._num_rounds_to(num_tokens) :]
         # as in a replay: text that was held back after the last token is certain now
         self.text = self.text[: self._text_ends[-1]] + self._held[-1] if self._text_ends else ""
         self.finish = reason
@@ -173,7 +187,12 @@ class Generation:
             text_ends=tuple(position - first for position in ends),
             digest=self._digests[end],
             incarnation=self.incarnation,
+            rounds=tuple(self._rounds[self._num_rounds_to(begin) : self._num_rounds_to(end)]),
         )
+
+    def _num_rounds_to(self, num_tokens: int) -> int:
+        """Return how many of the rounds that ran here ended with the first `num_tokens` completion tokens."""
+        return bisect_right(self._rounds, num_tokens, key=attrgetter("end"))
 
     def _append(self, entry: OutputToken) -> None:
         """Commit one token, and end if it ends the text. Stops come before the length: both may fall on one token."""

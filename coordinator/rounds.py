@@ -12,7 +12,7 @@ from typing import Protocol
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
-from coordinator.generation import Generation, Round
+from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
@@ -20,7 +20,7 @@ from specdec.outside import REAL, Outside
 from specdec.serving.tracing import spans
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
-NO_DRAFTER, GRAMMAR = "none", "grammar"  # what metrics and traces call rounds that no drafter took part in
+GRAMMAR = "grammar"  # in place of a drafter's name, where the session's grammar forced the draft
 MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
 
 
@@ -250,7 +250,7 @@ def _accepted(
     """Accept by the target's answer, append to the generation, and pass on what the target observed."""
     with spans.span("accept"):
         verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
-    finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s)
+    finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s, drafter)
     if scored.scores.observations is not None:
         observed = committed_observations(scored.scores, len(proposal), verdict)
         for each in parts.drafters.values():
@@ -262,7 +262,7 @@ def _accepted(
         num_tokens=len(finished_round.emitted),
         num_sessions=scored.num_sessions,
     )
-    return replace(finished_round, drafter=drafter), verdict
+    return finished_round, verdict
 
 
 def committed_observations(scores: Scores, num_draft_tokens: int, verdict: Verdict) -> Observations:

@@ -146,6 +146,10 @@ def chunk_to_proto(session_id: str, chunk: CommittedChunk, ending: Ending | None
         finish=finish_to_proto(ending) if ending else None,
         logprobs=logprobs,
         text_ends=chunk.text_ends,
+        rounds=[
+            pb.RoundDraft(drafter=each.drafter, num_draft_tokens=each.num_draft_tokens, depth=each.depth, end=each.end)
+            for each in chunk.rounds
+        ],
     )
 
 

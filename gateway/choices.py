@@ -113,6 +113,7 @@ class Part:
     text: str
     logprobs: Mapping[str, list[Any]] | None
     tokens: list[Content] | None  # of the extension
+    rounds: list[Content]  # those that end in it
     session_id: str
     finish: Finish | None
 
@@ -141,7 +142,7 @@ class Choice:
         tokens = _tokens(chunk) if self._with_details else None
         self._num_characters += len(chunk.text)
         self.finish = chunk.finish
-        return Part(chunk.text, logprobs, tokens, chunk.session_id, chunk.finish)
+        return Part(chunk.text, logprobs, tokens, list(map(asdict, chunk.rounds)), chunk.session_id, chunk.finish)
 
     def keep(self, part: Part) -> None:
         """Remember a part for the whole."""
@@ -163,6 +164,7 @@ class Choice:
         details = self._ending(self._parts[-1].session_id, self.finish)
         if details is not None:
             details["tokens"] = [token for part in self._parts for token in part.tokens or ()]
+            details["rounds"] = [each for part in self._parts for each in part.rounds]
         logprobs = _joined([part.logprobs for part in self._parts if part.logprobs is not None])
         text = "".join(part.text for part in self._parts)
         return self._written(self._form.whole(text), self.finish, logprobs if self._texts else None, details)
@@ -179,7 +181,9 @@ class Choice:
         return choice if details is None else choice | {"specdec": details}
 
     def _details(self, part: Part) -> Content | None:
-        return {"session_id": part.session_id, "tokens": part.tokens} if self._with_details else None
+        if not self._with_details:
+            return None
+        return {"session_id": part.session_id, "tokens": part.tokens, "rounds": part.rounds}
 
     def _ending(self, session_id: str, finish: Finish) -> Content | None:
         """Return how the choice ended in specdec's own words."""

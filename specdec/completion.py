@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from specdec.errors import DataLossError, ModelMismatchError
 from specdec.messages import model_from_proto, sampling_from_proto, statistics_from_proto
-from specdec.types import FinishReason, ModelInfo, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
+from specdec.types import FinishReason, ModelInfo, RoundDraft, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 from specdec.v1 import generation_pb2
 
 
@@ -55,6 +55,7 @@ class Chunk:
     text_ends: tuple[int, ...] = ()  # [N]: where each token's certain text ends within `text`, in characters
     finish: Finish | None = None  # only in the last chunk
     proof: bytes = b""  # that the service sent the text up to this chunk's end
+    rounds: tuple[RoundDraft, ...] = ()  # that end in this chunk; none for tokens that were read from the store
 
     @property
     def end(self) -> int:
@@ -78,6 +79,7 @@ class Chunk:
             origins=self.origins[count:],
             logprobs=self.logprobs[count:],
             text_ends=tuple(end - cut for end in self.text_ends[count:]),
+            rounds=tuple(each for each in self.rounds if each.end > offset),
         )
 
 
@@ -92,6 +94,7 @@ class Completion:
     logprobs: tuple[TokenLogprobs, ...]  # [N] if the request set num_logprobs, else empty
     digest: bytes  # 16 bytes
     finish: Finish
+    rounds: tuple[RoundDraft, ...] = ()  # as far as the chunks told of them
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -122,6 +125,7 @@ class Completion:
             logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
             digest=chunks[-1].digest,
             finish=finish,
+            rounds=tuple(each for chunk in chunks for each in chunk.rounds),
         )
 
 
@@ -231,6 +235,7 @@ def _chunk(message: generation_pb2.GenerateResponse) -> Chunk:
         text_ends=tuple(message.text_ends),
         finish=finish_from_proto(message.finish) if message.HasField("finish") else None,
         proof=message.proof,
+        rounds=tuple(RoundDraft(each.drafter, each.num_draft_tokens, each.depth, each.end) for each in message.rounds),
     )
 
 

@@ -177,6 +177,16 @@ class TokenOrigin(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundDraft:
+    """How a round was drafted."""
+
+    drafter: str  # its name; "none" without one, "grammar" for text that the session's grammar forces
+    num_draft_tokens: int  # of all branches of a tree
+    depth: int  # draft tokens of the longest branch
+    end: int  # completion tokens up to the round's end
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What a model is, for comparing a draft with a target. Fields: specdec.v1.ModelInfo."""
 

@@ -1,6 +1,6 @@
 // Draws what happened in the rounds of a text: each round, and the acceptance by depth.
 
-import { depthsOf, draftLength } from "./progress.js";
+import { depthsOf, draftLength, draftersOf } from "./progress.js";
 import { counted, decimal, percent } from "./words.js";
 
 const MAX_COLUMNS = 64;
@@ -15,16 +15,19 @@ export function drawFigures(progress, drafter) {
 
 function drawRounds(rounds) {
   const shown = rounds.slice(-MAX_COLUMNS);
-  const tallest = Math.max(8, ...shown.map((round) => round.accepted + 1));
+  const tallest = Math.max(8, ...shown.map((round) => Math.max(round.accepted, round.depth ?? 0) + 1));
   part("rounds").replaceChildren(...shown.map((round) => column(round, tallest)));
   const total = rounds.reduce((sum, round) => sum + round.accepted, 0);
   const said = `${counted(rounds.length, "round")}, ${counted(total, "draft token")} accepted`;
   part("rounds").setAttribute("aria-label", said);
   if (rounds.length) part("latest-round").textContent = `Round ${rounds.length}: ${describedRound(rounds.at(-1))}.`;
+  part("drafters").replaceChildren(...draftersOf(rounds).map(drafterLine));
 }
 
-function column({ accepted, closing }, tallest) {
+function column({ accepted, closing, depth }, tallest) {
   const drawn = box("round");
+  const numLost = (depth ?? accepted) - accepted - (closing === "recovered" ? 1 : 0);
+  if (numLost > 0) drawn.append(sized(box("lost"), "height", numLost / tallest));
   if (closing) drawn.append(sized(box(`closing ${closing}`), "height", 1 / tallest));
   if (accepted) drawn.append(sized(box("kept"), "height", accepted / tallest));
   return drawn;
@@ -33,8 +36,16 @@ function column({ accepted, closing }, tallest) {
 function describedRound(round) {
   const { count, isExact } = draftLength(round);
   const drafted = isExact ? counted(count, "token") : `at least ${counted(count, "token")}`;
+  const by = [null, "none"].includes(round.drafter) ? "" : ` by ${round.drafter}`;
   const closing = round.closing ? `, 1 ${round.closing}` : "";
-  return `drafted ${drafted}; ${round.accepted} accepted${closing}`;
+  return `drafted ${drafted}${by}; ${round.accepted} accepted${closing}`;
+}
+
+function drafterLine({ drafter, numRounds, drafted, accepted }) {
+  const line = document.createElement("li");
+  const share = drafted ? `, ${decimal(drafted / numRounds)} drafted and ${decimal(accepted / numRounds)} accepted each` : "";
+  line.textContent = `${drafter === "none" ? "no drafter" : drafter}: ${counted(numRounds, "round")}${share}`;
+  return line;
 }
 
 function drafting(statistics, drafter) {

@@ -20,15 +20,18 @@ export async function servedModel(key) {
 }
 
 /**
- * Yields `{tokens, statistics}` for each piece of a text; `statistics` is null before the last one. A token is
- * `{id, text, origin, probability, alternatives}`; its probability is null where the service does not give it.
+ * Yields `{tokens, rounds, statistics}` for each piece of a text; `statistics` is null before the last one. A token is
+ * `{id, text, origin, probability, alternatives}`; its probability is null where the service does not give it. A round
+ * that ends in the piece is `{drafter, num_draft_tokens, depth, end}`; the service may not know of all.
  */
 export async function* pieces(request, key, signal) {
   const response = await opened(request, key, signal);
   for await (const event of events(response.body)) {
     if (event.error) throw new Refused(response.status, event.error);
     const choice = event.choices[0];
-    if (choice?.specdec) yield { tokens: tokensOf(choice), statistics: choice.specdec.statistics ?? null };
+    if (!choice?.specdec) continue;
+    const { rounds = [], statistics = null } = choice.specdec;
+    yield { tokens: tokensOf(choice), rounds, statistics };
   }
 }
 

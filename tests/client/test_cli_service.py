@@ -111,6 +111,7 @@ async def test_json_has_one_line_per_chunk(service: Service, address: str) -> No
         "digest": digest_at(2).hex(),
         "proof": "",
         "text_ends": [4, 9],
+        "rounds": [{"drafter": "model", "num_draft_tokens": 2, "depth": 2, "end": 2}],
     }
     assert chunks[-1]["finish"]["reason"] == "stop"
     assert chunks[-1]["finish"]["statistics"]["num_rounds"] == 4

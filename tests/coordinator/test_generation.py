@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from coordinator.generation import CommittedChunk, Generation, Limits, OutputToken, Round
 from specdec.exact.prefix import chain
 from specdec.exact.values import PositionLogprobs, Proposal, Scores, TargetDistribution, Verdict, one_hot
-from specdec.types import FinishReason, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
+from specdec.types import FinishReason, RoundDraft, SamplingParams, Statistics, TokenLogprobs, TokenOrigin
 
 EOS = 0
 PROMPT = (5, 6)
@@ -195,6 +195,18 @@ def test_tokens_text_and_logprobs_are_cut_together() -> None:
     assert state.statistics == played.statistics == expected
 
 
+def test_chunks_tell_of_the_rounds_that_ran_here() -> None:
+    state = generation(replace(SEED, stop=("bc",)))
+    state.replay([OutputToken(1, TokenOrigin.BONUS)], None)
+    play(state, [1, 2], num_drafted=3)
+    play(state, [3, 4, 5], num_drafted=6)
+    assert state.chunk(0, 4).rounds == (RoundDraft("none", 3, 3, 3), RoundDraft("none", 6, 6, 4))
+    assert state.chunk(0, 2).rounds == ()
+    assert state.chunk(2, 4).rounds == state.chunk(0, 4).rounds
+    state.cut(3, FinishReason.CANCELLED)
+    assert state.chunk(0, 3).rounds == (RoundDraft("none", 3, 3, 3),)
+
+
 def test_statistics_are_sums() -> None:
     state = generation()
     play(state, [1, 2], num_drafted=3)
@@ -270,6 +282,11 @@ def test_chunks_of_any_cut_make_the_whole(
     ends = [offset + end for offset, chunk in zip(offsets, chunks, strict=True) for end in chunk.text_ends]
     assert tuple(ends) == whole(state).text_ends
     assert [chunk.digest for chunk in chunks] == [state.digest_at(end) for end in bounds[1:]]
+    rounds = [each for chunk in chunks for each in chunk.rounds]
+    assert rounds == list(whole(state).rounds)
+    assert all(
+        chunk.offset < each.end <= chunk.offset + len(chunk.emitted) for chunk in chunks for each in chunk.rounds
+    )
     assert state.chunk(last, last).text == (state.text[ends[-1] :] if state.done else "")
 
 

@@ -106,6 +106,7 @@ async def test_extension_has_origins_and_statistics(service: Service, client: An
         (3, " a", "bonus"),
     ]
     assert "".join(token["text"] for token in details["tokens"]) == TEXT
+    assert details["rounds"][0] == {"drafter": "model", "num_draft_tokens": 2, "depth": 2, "end": 2}
     assert (details["statistics"]["acceptance_rate"], details["finish_reason"]) == (0.5, "stop")
     [request] = service.requests
     assert (request.speculation.drafter, request.speculation.num_draft_tokens, request.sampling.top_k) == (
@@ -117,6 +118,8 @@ async def test_extension_has_origins_and_statistics(service: Service, client: An
     events = [event async for event in stream]
     tokens = [token for event in events for token in event.choices[0].model_extra["specdec"].get("tokens", [])]
     assert tokens == details["tokens"]
+    rounds = [each for event in events for each in event.choices[0].model_extra["specdec"].get("rounds", [])]
+    assert rounds == details["rounds"]
     assert events[-1].choices[0].model_extra["specdec"]["statistics"]["num_rounds"] == 4
 
 

@@ -25,12 +25,13 @@ pytestmark = [needs_browser, pytest.mark.asyncio(loop_scope="module")]
 MARKUP = "<img src=x onerror=\"document.title='broken'\">"
 # a round that was accepted whole, a round with a rejection, one without drafts; each with the texts of its tokens
 ROUNDS = [
-    (["Once", " upon", " a"], "accepted accepted bonus"),
-    ([" time", "\n"], "accepted recovered"),
-    ([MARKUP], "bonus"),
+    (["Once", " upon", " a"], "accepted accepted bonus", {"drafter": "suffix", "num_draft_tokens": 2, "depth": 2}),
+    ([" time", "\n"], "accepted recovered", {"drafter": "model", "num_draft_tokens": 9, "depth": 4}),
+    ([MARKUP], "bonus", None),  # read from the store, which does not know who drafted
 ]
 ORIGINS = {"accepted": pb.TOKEN_ORIGIN_ACCEPTED, "recovered": pb.TOKEN_ORIGIN_RECOVERED, "bonus": pb.TOKEN_ORIGIN_BONUS}
-TEXT = "".join(text for texts, _ in ROUNDS for text in texts)
+PLAIN = {"drafter": "none"}
+TEXT = "".join(text for texts, _, _ in ROUNDS for text in texts)
 NUM_TOKENS = 6
 
 
@@ -72,19 +73,19 @@ class Story(Service):
         if self.failure:
             await abort(context, self.failure)
         is_plain = request.speculation.HasField("num_draft_tokens") and not request.speculation.num_draft_tokens
-        rounds = [([text], "bonus") for texts, _ in ROUNDS for text in texts] if is_plain else ROUNDS
+        rounds = [([text], "bonus", PLAIN) for texts, _, _ in ROUNDS for text in texts] if is_plain else ROUNDS
         await self._tell(rounds, is_plain, lambda **fields: context.write(pb.GenerateResponse(**fields)))
 
     async def _tell(self, rounds: Any, is_plain: bool, send: Send) -> None:
         offset = 0
-        for texts, origins in rounds:
-            await send(**piece(offset, texts, origins))
+        for texts, origins, draft in rounds:
+            await send(**piece(offset, texts, origins, draft))
             offset += len(texts)
             await asyncio.sleep(0.05 if is_plain else 0.02)  # the speeds that the page compares
             await self.go_on.wait()
         if self.is_endless:
             await asyncio.Event().wait()
-        last = piece(offset, [], "")
+        last = piece(offset, [], "", None)
         await send(**last, finish=finish(is_plain=is_plain))
 
 
@@ -92,7 +93,7 @@ async def abort(context: Any, failure: errors.SpecdecError) -> None:
     await context.abort_with_status(to_status(failure))
 
 
-def piece(offset: int, texts: list[str], origins: str) -> dict[str, Any]:
+def piece(offset: int, texts: list[str], origins: str, draft: dict[str, Any] | None) -> dict[str, Any]:
     """Return the fields of a chunk; the probability of its first token is a half, and each next one's half of that."""
     ends = [len("".join(texts[: count + 1])) for count in range(len(texts))]
     tops = [[pb.TopLogprob(token=0, logprob=-2.0)] for _ in texts]
@@ -105,6 +106,7 @@ def piece(offset: int, texts: list[str], origins: str) -> dict[str, Any]:
         "digest": digest_at(offset + len(texts)),
         "text_ends": ends,
         "logprobs": [pb.TokenLogprobs(logprob=-0.693147 * (place + 1), top=top) for place, top in enumerate(tops)],
+        "rounds": [pb.RoundDraft(**draft, end=offset + len(texts))] if draft else [],
     }
 
 
@@ -196,7 +198,7 @@ async def test_text_is_drawn_by_origin(visit: Visit, service: Story) -> None:
     assert service.requests[0].text == "Tell me."
     tokens = visit.part("#speculative-pane .token")
     kinds = [await tokens.nth(place).get_attribute("class") for place in range(NUM_TOKENS)]
-    assert [kind.split()[1] for kind in kinds] == [origin for _, origins in ROUNDS for origin in origins.split()]
+    assert [kind.split()[1] for kind in kinds] == [origin for _, origins, _ in ROUNDS for origin in origins.split()]
     marks = {kind: await visit.style(f".tokens .{kind}", "textDecorationStyle") for kind in ORIGINS}
     assert marks == {"accepted": "solid", "recovered": "dotted", "bonus": "double"}
     colours = {await visit.style(f".tokens .{kind}", "textDecorationColor") for kind in ORIGINS}
@@ -207,6 +209,11 @@ async def test_rounds_and_depths_are_drawn(visit: Visit) -> None:
     await generated(visit)
     assert await visit.part("#rounds .round").count() == 3
     await visit.says("#latest-round", "Round 3: drafted 0 tokens; 0 accepted, 1 bonus")
+    assert await visit.part("#drafters li").all_inner_texts() == [
+        "suffix: 1 round, 2.0 drafted and 2.0 accepted each",
+        "model: 1 round, 9.0 drafted and 1.0 accepted each",
+    ]
+    assert await visit.part("#rounds .lost").count() == 1
     await visit.says("#drafting", "1.3 tokens on average. 75 % of 4 draft tokens accepted")
     assert await visit.part("#depths td:last-child").all_inner_texts() == ["2 of 2, 100 %", "1 of 2, 50 %"]
 
@@ -214,7 +221,7 @@ async def test_rounds_and_depths_are_drawn(visit: Visit) -> None:
 async def test_figures_follow_the_stream(visit: Visit, service: Story) -> None:
     service.go_on.clear()
     await visit.part("#generate").click()
-    await visit.says("#latest-round", "Round 1: drafted 2 tokens; 2 accepted, 1 bonus")
+    await visit.says("#latest-round", "Round 1: drafted 2 tokens by suffix; 2 accepted, 1 bonus")
     assert await visit.part("#depths td:last-child").all_inner_texts() == ["1 round", "1 round"]
     service.go_on.set()
     await visit.says("#status", "Done")

@@ -41,6 +41,7 @@ def chunk(begin: int, last: int | None = None, **changes: Any) -> dict[str, Any]
         "origins": [pb.TOKEN_ORIGIN_ACCEPTED] * (len(tokens) - 1) + [pb.TOKEN_ORIGIN_BONUS],
         "digest": digest_at(offset + len(tokens)),
         "text_ends": [len("".join(pieces[: count + 1])) for count in range(len(pieces))],
+        "rounds": [pb.RoundDraft(drafter="model", num_draft_tokens=2, depth=2, end=offset + len(tokens))],
     }
     if begin + len(rounds) == len(ROUNDS):
         fields["finish"] = pb.Finish(

@@ -1,6 +1,6 @@
 /** What one round committed, and the completion that chunks add up to. */
 
-import type { Finish, FinishReason, Statistics, TokenLogprobs, TokenOrigin, Usage } from "./values.js";
+import type { Finish, FinishReason, RoundDraft, Statistics, TokenLogprobs, TokenOrigin, Usage } from "./values.js";
 
 /** The fields of a chunk. */
 export interface ChunkFields {
@@ -21,6 +21,8 @@ export interface ChunkFields {
   readonly finish: Finish | undefined;
   /** That the service sent the text up to this chunk's end. */
   readonly proof: Uint8Array;
+  /** The rounds that end in this chunk; none for tokens that were read from the store. */
+  readonly rounds: readonly RoundDraft[];
 }
 
 export interface Chunk extends ChunkFields {}
@@ -54,6 +56,7 @@ export class Chunk {
       origins: this.origins.slice(count),
       logprobs: this.logprobs.slice(count),
       textEnds: this.textEnds.slice(count).map((end) => end - cut),
+      rounds: this.rounds.filter((round) => round.end > offset),
     });
   }
 }
@@ -70,6 +73,8 @@ export interface Completion {
   readonly finishReason: FinishReason;
   readonly usage: Usage;
   readonly statistics: Statistics;
+  /** As far as the chunks told of them. */
+  readonly rounds: readonly RoundDraft[];
 }
 
 /** Joins the chunks of a finished session. Throws Error if the last one has no `finish`. */
@@ -86,6 +91,7 @@ export function completionOf(chunks: readonly Chunk[]): Completion {
     finishReason: last.finish.reason,
     usage: last.finish.usage,
     statistics: last.finish.statistics,
+    rounds: chunks.flatMap((chunk) => chunk.rounds),
   };
 }
 

@@ -63,6 +63,7 @@ export function chunkOf(message: pb.GenerateResponse): Chunk {
     textEnds: unitOffsets(text, textEnds),
     finish: message.finish && finishOf(message.finish),
     proof: message.proof,
+    rounds: message.rounds.map(({ drafter, numDraftTokens, depth, end }) => ({ drafter, numDraftTokens, depth, end })),
   });
 }
 

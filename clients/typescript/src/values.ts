@@ -100,6 +100,18 @@ export interface TokenLogprobs {
   readonly top: readonly TopLogprob[];
 }
 
+/** How a round was drafted. */
+export interface RoundDraft {
+  /** Its drafter's name; "none" without one, "grammar" for text that the session's grammar forces. */
+  readonly drafter: string;
+  /** Draft tokens, those of all branches of a tree. */
+  readonly numDraftTokens: number;
+  /** Draft tokens of the longest branch. */
+  readonly depth: number;
+  /** Completion tokens up to the round's end. */
+  readonly end: number;
+}
+
 /** What a session cost, in tokens. */
 export interface Usage {
   readonly numPromptTokens: number;

@@ -67,6 +67,7 @@ export function chunk(begin: number, last = begin, changes: ChunkInit = {}): Chu
     digest: digestAt(offset + tokens.length),
     textEnds: pieces.map((_, number) => [...pieces.slice(0, number + 1).join("")].length),
     proof: new Uint8Array(16).fill(100 + begin),
+    rounds: [{ drafter: "model", numDraftTokens: tokens.length, depth: tokens.length, end: offset + tokens.length }],
     ...(last === ROUNDS.length - 1 ? { finish: FINISH } : {}),
     ...changes,
   };
