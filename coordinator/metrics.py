@@ -14,6 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from coordinator.generation import Round
 from specdec.serving.telemetry import LATENCY_BUCKETS_S
+from specdec.serving.tracing import spans
 from specdec.types import Statistics
 from specdec.v1 import types_pb2
 
@@ -71,7 +72,7 @@ PHASE_S = Histogram("specdec_round_phase_seconds", "Phases of a round", ["phase"
 
 def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
     """Count one committed round; `before` are the session's statistics up to it."""
-    after = played.statistics
+    after, exemplar = played.statistics, spans.current().exemplar()
     num_drafted = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     draft_s, score_s = after.draft_s - before.draft_s, after.score_s - before.score_s
@@ -79,7 +80,7 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
         NUM_DRAFTS.inc()
         NUM_DRAFT_TOKENS.inc(num_drafted)
         NUM_ACCEPTED_TOKENS.inc(num_accepted)
-        PHASE_S.labels("draft").observe(draft_s)
+        PHASE_S.labels("draft").observe(draft_s, exemplar)
     NUM_DRAFTER_ROUNDS.labels(played.drafter).inc()
     NUM_DRAFTER_DRAFT_TOKENS.labels(played.drafter).inc(num_drafted)
     NUM_DRAFTER_ACCEPTED_TOKENS.labels(played.drafter).inc(num_accepted)
@@ -88,9 +89,9 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
         NUM_ACCEPTED_PER_POS.labels(str(position)).inc()
     NUM_ROUNDS.inc()
     NUM_TOKENS.inc(len(played.emitted))
-    PHASE_S.labels("score").observe(score_s)
-    PHASE_S.labels("commit").observe(commit_s)
-    TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted))
+    PHASE_S.labels("score").observe(score_s, exemplar)
+    PHASE_S.labels("commit").observe(commit_s, exemplar)
+    TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted), exemplar)
 
 
 @contextmanager
@@ -111,7 +112,7 @@ def timed_store_call(name: str, now_s: Callable[[], float]) -> Iterator[None]:
     try:
         yield
     finally:
-        STORE_S.labels(name).observe(now_s() - begin)
+        STORE_S.labels(name).observe(now_s() - begin, spans.current().exemplar())
 
 
 def forget_worker(kind: str, address: str) -> None:
@@ -124,4 +125,4 @@ def observe_worker(phase: str, timing: types_pb2.Timing) -> None:
     """Observe a worker's own phases of a round; the rest of a round is transport."""
     for part, seconds in (("queue", timing.queue_s), ("forward", timing.forward_s)):
         if 0 <= seconds <= MAX_PHASE_S:  # also not NaN
-            PHASE_S.labels(f"{phase}_{part}").observe(seconds)
+            PHASE_S.labels(f"{phase}_{part}").observe(seconds, spans.current().exemplar())

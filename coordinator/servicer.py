@@ -205,7 +205,7 @@ class _Request:
         """Record a chunk that was sent."""
         self._ending = ending
         if not self._num_tokens and chunk.emitted:
-            metrics.TIME_TO_FIRST_TOKEN_S.observe(self._outside.now_s() - self._begin)
+            metrics.TIME_TO_FIRST_TOKEN_S.observe(self._outside.now_s() - self._begin, self._span.exemplar())
         self._num_tokens += len(chunk.emitted)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:

@@ -16,6 +16,7 @@ from gateway.sessions import Sessions
 from gateway.settings import GatewaySettings
 from specdec.completion import Chunk
 from specdec.errors import SpecdecError
+from specdec.serving.tracing import spans
 
 T = TypeVar("T")
 Parse = Callable[[Any, int], Asked]
@@ -113,7 +114,7 @@ class Answer:
     def _part(self, index: int, chunk: Chunk) -> Part:
         """Return what a chunk adds to its choice, and count it."""
         if not self._num_completion_tokens:
-            metrics.FIRST_TOKEN_S.observe(time.monotonic() - self._begin_s)
+            metrics.FIRST_TOKEN_S.observe(time.monotonic() - self._begin_s, spans.current().exemplar())
         self._num_completion_tokens += len(chunk.tokens)
         if chunk.finish:
             self._num_prompt_tokens[index // self._asked.num_choices] = chunk.finish.usage.num_prompt_tokens

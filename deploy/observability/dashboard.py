@@ -23,10 +23,13 @@ def share(part: str, whole: str, by: str = "") -> str:
 
 
 def quantiles(histogram: str, by: str = "", matching: str = "") -> tuple[Query, ...]:
-    """Return the queries of a histogram's median and 99th percentile."""
+    """Return the queries of a histogram's median and 99th percentile; its slow values lead to their traces."""
     buckets = rate(f"{histogram}_bucket", f"{by}, le" if by else "le", matching)
     suffix = f" {{{{{by}}}}}" if by else ""
-    return tuple(Query(f"histogram_quantile({each}, {buckets})", f"p{each * 100:g}{suffix}") for each in QUANTILES)
+    return tuple(
+        Query(f"histogram_quantile({each}, {buckets})", f"p{each * 100:g}{suffix}", has_exemplars=each == QUANTILES[-1])
+        for each in QUANTILES
+    )
 
 
 def _by(labels: str) -> str:

@@ -18,6 +18,7 @@ class Query:
 
     expression: str
     legend: str
+    has_exemplars: bool = False  # values that lead to their traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,4 +100,5 @@ def _target(query: Query, reference: str) -> Json:
         "expr": query.expression,
         "legendFormat": query.legend,
         "range": True,
+        "exemplar": query.has_exemplars,
     }

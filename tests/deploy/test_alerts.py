@@ -14,7 +14,7 @@ import yaml
 
 from deploy.observability.generated import ALERTS
 from specdec import AsyncClient
-from tests.support.measured_services import measured_services
+from tests.support.measured_services import traced_services
 from tests.support.observability import (
     Expression,
     Prometheus,
@@ -75,7 +75,7 @@ async def test_changed_alerts_fail_their_tests(tmp_path: Path, old: str, new: st
 async def prometheus(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Prometheus]:
     """Give a Prometheus that has scraped services after a text by gRPC and one by HTTP."""
     program("prometheus")
-    async with measured_services(tmp_path_factory.mktemp("model")) as services:
+    async with traced_services(tmp_path_factory.mktemp("model")) as (services, _):
         async with AsyncClient(services.address) as client:
             await client.complete("t5 t7", max_new_tokens=32, ignore_eos=True)
         async with openai.AsyncOpenAI(base_url=services.http_address, api_key="none", max_retries=0) as http:
@@ -107,6 +107,17 @@ async def test_prometheus_evaluates_every_rule(prometheus: Prometheus) -> None:
     rules = [rule for group in groups for rule in group["rules"]]
     assert len(rules) == len(alert_rules())
     assert {rule.get("lastError", "") for rule in rules} == {""}
+
+
+async def test_prometheus_keeps_the_traces_of_slow_values(prometheus: Prometheus) -> None:
+    """Each panel that asks for exemplars gets some."""
+    shown = {each.text for each in panel_expressions() if each.has_exemplars}
+    names = {name for text in shown for name in re.findall(r"specdec_\w+_bucket", text)}
+    assert len(names) >= 4
+    for name in names - {"specdec_store_seconds_bucket"}:  # no Redis is used here
+        kept = await asyncio.to_thread(prometheus.exemplars, name)
+        assert kept, name
+        assert all(re.fullmatch("[0-9a-f]{32}", each["labels"]["trace_id"]) for each in kept), name
 
 
 async def test_healthy_services_raise_no_alert(prometheus: Prometheus) -> None:

@@ -6,7 +6,10 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from specdec.serving.local import Options, running
+from specdec.timeline.receiver import SpanReceiver, receiving
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
 
@@ -19,6 +22,17 @@ class Services:
     http_address: str
     metrics_ports: tuple[int, ...]
     model: Path
+
+
+@asynccontextmanager
+async def traced_services(folder: Path) -> AsyncIterator[tuple[Services, SpanReceiver]]:
+    """Run the same services, which send their spans to a receiver of ours."""
+    with pytest.MonkeyPatch.context() as patch:
+        async with receiving("127.0.0.1:0") as receiver:
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+            async with measured_services(folder) as services:
+                yield services, receiver
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ class Expression:
     where: str
     text: str
     shown: str
+    has_exemplars: bool = False
 
 
 def panels() -> list[dict[str, Any]]:
@@ -40,7 +41,7 @@ def panels() -> list[dict[str, Any]]:
 def panel_expressions() -> list[Expression]:
     """Return what the panels ask for."""
     return [
-        Expression(f"{panel['title']} {target['refId']}", target["expr"], target["legendFormat"])
+        Expression(f"{panel['title']} {target['refId']}", target["expr"], target["legendFormat"], target["exemplar"])
         for panel in panels()
         for target in panel["targets"]
     ]
@@ -83,6 +84,12 @@ class Prometheus:
         found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
         return found
 
+    def exemplars(self, name: str) -> list[dict[str, Any]]:
+        """Return the exemplars of a metric's last minutes."""
+        now_s = time.time()
+        found = self.get("query_exemplars", query=name, start=str(now_s - 600), end=str(now_s + 1))
+        return [each for series in found for each in series["exemplars"]]
+
     def wait_for(self, expression: str) -> None:
         """Wait until an expression gives a series."""
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -114,7 +121,12 @@ def running_prometheus(folder: Path, scraped_ports: Sequence[int]) -> Iterator[P
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    words = [program("prometheus"), f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/data"]
+    words = [
+        program("prometheus"),
+        "--enable-feature=exemplar-storage",
+        f"--config.file={folder}/prometheus.yaml",
+        f"--storage.tsdb.path={folder}/data",
+    ]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*words, f"--web.listen-address={address}"], stdout=log, stderr=log)
         try:

@@ -1,7 +1,9 @@
 """One request gives one connected trace over client, coordinator and both workers, each a process of its own."""
 
 import asyncio
+import re
 import secrets
+import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,11 +16,9 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
-from specdec.serving.local import Options, running
-from specdec.timeline.receiver import SpanReceiver, receiving
+from specdec.timeline.receiver import SpanReceiver
 from specdec.timeline.recorded import Recorded, SpanTree
-from tests.support.architectures import VOCAB_SIZE, build
-from tests.support.cluster import save_tokenizer
+from tests.support.measured_services import traced_services
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -39,21 +39,14 @@ class Traced:
 
     address: str
     http_address: str
+    metrics_ports: tuple[int, ...]
     receiver: SpanReceiver
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def traced(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
-    model = save_tokenizer(build("llama", tmp_path_factory.mktemp("model")), VOCAB_SIZE)
-    options = Options(
-        target=str(model), draft=str(model), port=0, http_port=0, store="memory", dtype="float32", drain_s=0
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        async with receiving("127.0.0.1:0") as receiver:
-            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
-            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-            async with running(options, lambda *_: None) as stack:
-                yield Traced(stack.address, stack.http_address or "", receiver)
+    async with traced_services(tmp_path_factory.mktemp("model")) as (services, receiver):
+        yield Traced(services.address, services.http_address, services.metrics_ports, receiver)
 
 
 async def ask(traced: Traced, state: str = "") -> tuple[Completion, SpanTree]:
@@ -113,6 +106,27 @@ async def test_a_trace_by_http_begins_at_the_gateway(traced: Traced, is_streamed
     numbers = [each.attributes["specdec.round"] for each in tree.named("round")]
     assert numbers == list(range(len(numbers)))
     assert sum_of(tree.named("round"), "num_tokens") <= NUM_TOKENS
+
+
+async def test_slow_values_lead_to_their_traces(traced: Traced) -> None:
+    """Of a round that is not traced, the exemplar is the request's span."""
+    _, tree = await ask(traced)
+    (request,) = tree.named("GenerationService/Generate")
+    found = await asyncio.to_thread(exemplars, traced.metrics_ports[0])
+    mine = {name: span_id for name, trace_id, span_id in found if trace_id == request.trace_id}
+    rounds = {span.span_id for span in tree.named("round")}
+    assert mine["specdec_time_to_first_token_seconds"] == request.span_id
+    assert {span_id for name, _, span_id in found if name == "specdec_round_phase_seconds"} & rounds
+    assert mine["specdec_time_per_output_token_seconds"] in {request.span_id, *rounds}
+
+
+def exemplars(port: int) -> list[tuple[str, str, str]]:
+    """Return the exemplars of a process as OpenMetrics has them: histogram, trace and span."""
+    accepted = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=accepted)
+    with urllib.request.urlopen(asked, timeout=10) as answer:
+        text = answer.read().decode()
+    return re.findall(r'^(\w+)_bucket\{.*# \{span_id="(\w+)",trace_id="(\w+)"\}', text, re.MULTILINE)
 
 
 async def test_a_round_has_its_phases_and_the_workers_their_parts(traced: Traced) -> None:

@@ -76,7 +76,7 @@ def test_nothing_is_imported_and_nothing_sent_where_traces_are_off() -> None:
     assert spans.answer("Score", bytes(range(24))) is NOTHING
     with spans.span("phase") as phase:
         assert phase is spans.current() is NOTHING
-    assert (NOTHING.context(), NOTHING.begin_round(0)) == (b"", NOTHING)
+    assert (NOTHING.context(), NOTHING.begin_round(0), NOTHING.exemplar()) == (b"", NOTHING, None)
 
 
 def test_a_span_is_within_the_one_that_its_task_is_in(memory: Memory) -> None:

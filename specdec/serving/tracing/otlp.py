@@ -104,7 +104,7 @@ class RecordedSpan(Span):
             child = RecordedRound(self._tracer, self._tracer.start_span("round", _within(self._span)))
             child.set(round=number)
             return child
-        return HiddenRound()
+        return HiddenRound(self.exemplar())
 
     def end(self) -> None:
         """End it now."""
@@ -141,6 +141,11 @@ class RecordedSpan(Span):
         own = self._span.get_span_context()
         return own.trace_id.to_bytes(16, "big") + own.span_id.to_bytes(8, "big")
 
+    def exemplar(self) -> dict[str, str]:
+        """Return the trace's id and the span's, as Grafana finds them."""
+        own = self._span.get_span_context()
+        return {"trace_id": trace.format_trace_id(own.trace_id), "span_id": trace.format_span_id(own.span_id)}
+
 
 class RecordedRound(RecordedSpan):
     """A round's span: the round goes on after its `with` block, until its commit (`end_after`)."""
@@ -157,14 +162,29 @@ class RecordedRound(RecordedSpan):
             super().__exit__(kind, error, trace)
 
 
+class Hidden(Span):
+    """Nothing, within a request that is traced: values of metrics lead to the request."""
+
+    __slots__ = ("_exemplar",)
+
+    def __init__(self, exemplar: dict[str, str]) -> None:
+        self._exemplar = exemplar
+
+    def exemplar(self) -> dict[str, str]:
+        """Return the trace's id and the request's span."""
+        return self._exemplar
+
+
 class HiddenRound(Span):
     """A round that is not traced: while it is current, nothing is."""
 
     __slots__ = ("_current",)
 
+    def __init__(self, exemplar: dict[str, str]) -> None:
+        self._current = Current(Hidden(exemplar))
+
     def __enter__(self) -> Self:
         """Hide what follows."""
-        self._current = Current(NOTHING)
         self._current.enter()
         return self
 

@@ -74,6 +74,10 @@ class Span:
         """Return the same as W3C Trace Context has it, as metadata of a call."""
         return ()
 
+    def exemplar(self) -> dict[str, str] | None:
+        """Return what leads from a value of a metric to its trace, as OpenMetrics has it; None: nothing is traced."""
+        return None
+
 
 NOTHING = Span()
 
