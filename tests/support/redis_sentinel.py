@@ -65,6 +65,11 @@ class Failover:
         wait_until(lambda: self._num_in_step() >= count)
         wait_until(lambda: all(self._num_known(port) == NUM_REPLICAS for port in self.sentinel_ports))
 
+    def described(self) -> str:
+        """Return who replicates whom, and whom each Sentinel calls the master: for a test that waits in vain."""
+        lines = [f"{server.port}: {_role(server)}" for server in self.servers]
+        return "\n".join([*lines, *(f"Sentinel {port}: {self._named_by(port)}" for port in self.sentinel_ports)])
+
     def _num_in_step(self) -> int:
         with suppress(redis.RedisError), self.master.client() as client:
             facts = client.info("replication")
@@ -82,6 +87,16 @@ class Failover:
             num_others = master["num-other-sentinels"]
             return int(master["num-slaves"]) if num_others == NUM_SENTINELS - 1 else 0
         return 0
+
+
+def _role(server: RedisServer) -> str:
+    if not server.is_running:
+        return "does not run"
+    try:
+        with server.client() as client:
+            return f"{client.info('replication')}, {client.acl_getuser('default')['commands']}"
+    except redis.RedisError as error:
+        return str(error)
 
 
 def _accepts(sentinel: "redis.Redis") -> bool:

@@ -113,15 +113,15 @@ async def test_slow_values_lead_to_their_traces(traced: Traced) -> None:
     _, tree = await ask(traced)
     (request,) = tree.named("GenerationService/Generate")
     found = await asyncio.to_thread(exemplars, traced.metrics_ports[0])
-    mine = {name: span_id for name, trace_id, span_id in found if trace_id == request.trace_id}
+    mine = {name: span_id for name, span_id, trace_id in found if trace_id == request.trace_id}
     rounds = {span.span_id for span in tree.named("round")}
     assert mine["specdec_time_to_first_token_seconds"] == request.span_id
-    assert {span_id for name, _, span_id in found if name == "specdec_round_phase_seconds"} & rounds
+    assert {span_id for name, span_id, _ in found if name == "specdec_round_phase_seconds"} & rounds
     assert mine["specdec_time_per_output_token_seconds"] in {request.span_id, *rounds}
 
 
 def exemplars(port: int) -> list[tuple[str, str, str]]:
-    """Return the exemplars of a process as OpenMetrics has them: histogram, trace and span."""
+    """Return the exemplars of a process as OpenMetrics has them: histogram, span and trace."""
     accepted = {"Accept": "application/openmetrics-text; version=1.0.0"}
     asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=accepted)
     with urllib.request.urlopen(asked, timeout=10) as answer:
