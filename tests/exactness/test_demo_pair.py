@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 
 from benchmarks.measure import held_out_prompts
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import Cluster, cluster, patient_rounds
 
 MODELS = Path(__file__).parents[2] / "models"
 NUM_SESSIONS = 64
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served() -> AsyncIterator[Cluster]:
     """The demo pair in float32."""
-    async with cluster(MODELS / "target", MODELS / "draft") as running:
-        yield running
+    with patient_rounds() as patience_s:
+        async with cluster(MODELS / "target", MODELS / "draft", draft_timeout_s=patience_s) as running:
+            yield running
 
 
 def prompts() -> list[str]:

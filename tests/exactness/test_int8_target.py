@@ -11,7 +11,7 @@ from benchmarks.measure import held_out_prompts
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.engine import Feed, load_language_model
 from specdec.serving.tokenizer import load_tokenizer
-from tests.support.cluster import Cluster, cluster
+from tests.support.cluster import Cluster, cluster, patient_rounds
 
 MODELS = Path(__file__).parents[2] / "models"
 NUM_TOKENS = 24
@@ -29,8 +29,12 @@ async def served() -> AsyncIterator[Cluster]:
     rounded = {"draft_quantization": "int8"}
     target = {"quantization": "int8", "prefill_chunk_tokens": 64}
     pair = MODELS / "target", MODELS / "draft"
-    async with cluster(*pair, drafters="model,recycle", draft_settings=rounded, target_settings=target) as running:
-        yield running
+    with patient_rounds() as patience_s:
+        served = cluster(
+            *pair, drafters="model,recycle", draft_settings=rounded, target_settings=target, draft_timeout_s=patience_s
+        )
+        async with served as running:
+            yield running
 
 
 def prompts() -> list[str]:

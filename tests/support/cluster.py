@@ -1,16 +1,19 @@
 """All three services on loopback ports in the test's process: real servers and engines, no child processes."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+import coordinator.draft
 from coordinator.__main__ import SERVICE as GENERATION_SERVICE
 from coordinator.__main__ import built as built_coordinator
+from coordinator.checks import Checks
 from coordinator.settings import CoordinatorSettings
 from draft_service.__main__ import SERVICE as DRAFT_SERVICE
 from draft_service.__main__ import built as built_draft
@@ -22,6 +25,7 @@ from target_service.__main__ import SERVICE as TARGET_SERVICE
 from target_service.__main__ import built as built_target
 from target_service.settings import TargetSettings
 
+PATIENT_S = 100.0
 WORKER = {"port": 0, "dtype": "float32", "kv_cache_bytes": 64 << 20, "drain_s": 0}
 
 
@@ -34,6 +38,18 @@ class Cluster:
     draft_address: str
 
 
+@contextmanager
+def patient_rounds() -> Iterator[float]:
+    """Let proposals be waited for as long as they take, also on a machine that stands still for seconds.
+
+    A round whose draft is given up is plain: it makes other draws of a seed. Yields `draft_timeout_s`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator.draft, "CHECKS", Checks(after_s=PATIENT_S, timeout_s=PATIENT_S, needs_other=False))
+        patch.setattr(coordinator.draft, "MIN_ROUND_S", PATIENT_S)
+        yield PATIENT_S
+
+
 @asynccontextmanager
 async def cluster(
     target: Path,
@@ -43,7 +59,7 @@ async def cluster(
     kinds: Mapping[str, DrafterKind] | None = None,
     draft_settings: Mapping[str, object] | None = None,
     target_settings: Mapping[str, object] | None = None,
-    **coordinator: object,
+    **settings: object,
 ) -> AsyncIterator[Cluster]:
     """Serve a target, drafters (`model` where there is a draft, and `ngram`), and a coordinator, all in float32."""
     torch.set_num_threads(1)
@@ -52,7 +68,7 @@ async def cluster(
         drafting = {"drafters": drafters, **(draft_settings or {})}
         target_address = await stack.enter_async_context(serving_target(target, **(target_settings or {})))
         draft_address = await stack.enter_async_context(serving_draft(draft_model, kinds, **drafting))
-        served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | coordinator
+        served = {"target": target_address, "draft": draft_address, "tokenizer": str(target)} | settings
         address = await stack.enter_async_context(serving_coordinator(**served))
         yield Cluster(address, target_address, draft_address)
 
