@@ -185,6 +185,18 @@ async def test_a_canary_gets_its_share_alone(models: tuple[Path, Path], redis_ur
     assert resumed == expected
 
 
+async def test_an_absent_canarys_share_has_the_old_model(models: tuple[Path, Path]) -> None:
+    old, new = models
+    settings = {"draft": "", "tokenizer": str(old), "canary_model": new.name, "canary_share": 1.0}
+    async with (
+        serving_target(old) as target,
+        serving_coordinator(target=target, **settings) as address,
+        AsyncClient(address) as client,
+    ):
+        completion = await client.complete(prompt_token_ids=PROMPTS[0], sampling=GREEDY, speculation=PLAIN)
+    assert len(completion.tokens) == NUM_TOKENS
+
+
 async def tokens_of(chunks: AsyncIterator[Chunk]) -> list[int]:
     return [token async for chunk in chunks for token in chunk.tokens]
 
