@@ -17,7 +17,7 @@ SIMULATE_ARGS ?=
 # how many messages each phase of `make fuzz` sends, and its options, such as --phase
 MESSAGES ?= 20000
 FUZZ_ARGS ?=
-# what `make chaos` does to real processes, and its options, such as --sentinels and --at-once
+# what `make chaos` does to real processes (and how many sessions `make rolling-update` runs), and its options, such as --sentinels and --at-once
 SESSIONS ?= 200
 FAULTS ?= 60
 CHAOS_ARGS ?=
@@ -40,7 +40,7 @@ NODE_FOLDERS := clients/typescript tests/gateway/openai_npm
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients simulate fuzz chaos smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients simulate fuzz chaos rolling-update smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -133,6 +133,10 @@ fuzz: setup ## Send MESSAGES=20000 hostile messages to each service, and as work
 
 chaos: setup ## Run real processes with faults, SESSIONS=200 FAULTS=60 SEED=1; print the gaps that clients saw
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --sessions $(SESSIONS) --faults $(FAULTS) --seed $(SEED) $(CHAOS_ARGS)
+
+rolling-update: setup ## Roll every Deployment of the demo, as local processes, under SESSIONS=200 sessions; none may change
+	ROLLING_UPDATE_SESSIONS=$(SESSIONS) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s \
+	  tests/deploy/test_rolling_update.py
 
 exactness: setup ## Show that the text has exactly the target's distribution
 	$(BIN)/python -m benchmarks.exactness

@@ -143,7 +143,7 @@ async def _opened_workers(
         drafts = draft_watch(resolver(settings.draft), opener(settings.draft, settings.draft_tls_name))
         await stack.enter_async_context(supervised(server, "draft pool", drafts.run()))
         draft = DraftWorkers(drafts.pool, settings.draft_timeout_s)
-    return Workers(target, draft, WorkerCapabilities(target, draft, tokenizer))
+    return Workers(target, draft, WorkerCapabilities(target, draft, tokenizer, settings.canary))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from coordinator.canary import Canary
 from coordinator.draft import DraftWorkers, OfferedDrafter
 from coordinator.joint_names import parts_of
 from coordinator.target import TargetWorkers
@@ -16,6 +17,11 @@ MIN_WAIT_S = 0.1  # even if they change more often
 FORGET_AFTER = 2  # ticks without an answer
 
 
+def of_any_name(_: str) -> bool:
+    """Let any model count."""
+    return True
+
+
 class ServedModels:
     """The target models that answer, the one that began to answer last at the end."""
 
@@ -26,7 +32,11 @@ class ServedModels:
     @property
     def newest(self) -> ModelInfo | None:
         """The model for new sessions; None before the first answer."""
-        return next(reversed(self._models.values()), None)
+        return self.newest_of(of_any_name)
+
+    def newest_of(self, counts: Callable[[str], bool]) -> ModelInfo | None:
+        """Return the newest model whose name counts, or None."""
+        return next((model for model in reversed(self._models.values()) if counts(model.name)), None)
 
     def observe(self, answers: Sequence[ModelInfo], is_tick: bool = True) -> None:
         """Record what the workers serve; at a tick, what they no longer serve.
@@ -59,7 +69,9 @@ class WorkerCapabilities:
         target: TargetWorkers,
         draft: DraftWorkers | None,
         tokenizer_fingerprint: str,
+        canary: Canary | None = None,
     ) -> None:
+        self._canary = canary
         self._target_workers, self._draft_workers = target, draft
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._targets = ServedModels()
@@ -72,15 +84,32 @@ class WorkerCapabilities:
 
     @property
     def target(self) -> ModelInfo:
-        """The target model of new sessions.
+        """The target model of new sessions, but for a canary's share.
 
         Raises UnavailableError before one answered, ModelMismatchError as `check_tokenizer`.
         """
-        newest = self._targets.newest
+        newest = self._main
         if newest is None:
             raise UnavailableError("no target worker has answered yet; try again soon")
         self.check_tokenizer(newest)
         return newest
+
+    def target_of(self, session_id: str) -> ModelInfo:
+        """Return the target model for a session without text; raises as `target`.
+
+        The canary's share has another one while that does not answer, or where it has another tokenizer.
+        """
+        if self._canary and self._canary.is_for(session_id):
+            found = self._targets.newest_of(self._canary.name.__eq__)
+            if found and found.tokenizer_fingerprint == self._tokenizer_fingerprint:
+                return found
+        return self.target
+
+    @property
+    def _main(self) -> ModelInfo | None:
+        """The newest model that is not the canary; the canary where it is alone."""
+        others = self._targets.newest_of(self._canary.name.__ne__) if self._canary else None
+        return others or self._targets.newest
 
     def check_tokenizer(self, model: ModelInfo) -> None:
         """Raise ModelMismatchError if a target model has another tokenizer than this coordinator."""
@@ -155,9 +184,9 @@ class WorkerCapabilities:
         return False
 
     def _observe_targets(self, is_tick: bool = False) -> None:
-        before = self._targets.newest
+        before = self._main
         self._targets.observe(self._target_workers.pool.descriptions, is_tick)
-        newest = self._targets.newest
+        newest = self._main
         if newest and newest != before:
             get_logger().info("target_model", name=newest.name, fingerprint=newest.fingerprint)
 

@@ -102,7 +102,7 @@ class Coordinator:
         else:
             self._running.check_room_for_new()
             self.admission.check(tenant, 0, 0, left_s)  # before the prompt is encoded
-        target = self.capabilities.target
+        target = self.capabilities.target_of(session.stored)
         plan = await requests.plan(request, session, self._prompts, target, self.limits, self._outside)
         await self._grammars.check(plan.sampling, target)
         if plan.speculation.num_draft_tokens != 0 and self._has_draft_workers:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from coordinator.canary import Canary
 from coordinator.detached import DETACHED_PATIENCE_S, DetachedRule
 from coordinator.sessions import LEASE_S
 from coordinator.stores.client import PATIENCE_S
@@ -84,6 +85,10 @@ class CoordinatorSettings(ClientFacingSettings):
     target_patience_s: float = Field(
         30.0, ge=0, description="seconds that a session waits while no target worker is in service"
     )
+    canary_model: str | None = Field(
+        None, description="name of a target model that gets a share of the new sessions; others serve the rest"
+    )
+    canary_share: float = Field(0.0, ge=0, le=1, description="that share: 0 none of them, 1 all")
     ping_period_s: float = Field(
         1.0, ge=0.5, description="seconds of silence after which a connection to a worker with running calls is tested"
     )
@@ -115,6 +120,11 @@ class CoordinatorSettings(ClientFacingSettings):
         return DetachedRule(DetachedPolicy[self.detached.upper()], self.detached_patience_s)
 
     @property
+    def canary(self) -> Canary | None:
+        """The model that gets a share of the new sessions."""
+        return Canary(self.canary_model, self.canary_share) if self.canary_model else None
+
+    @property
     def pings(self) -> Pings:
         """How soon a worker is noticed that has stopped."""
         return Pings(self.ping_period_s, self.ping_timeout_s)
@@ -137,6 +147,8 @@ class CoordinatorSettings(ClientFacingSettings):
             yield "--worker-tls-certificate and --worker-tls-key belong together; give both or neither"
         if self.quotas_file and not (self.tokens_file or self.jwt):
             yield "--quotas-file needs --tokens-file or --jwt-issuer: without tokens all clients are one tenant"
+        if self.canary_share and not self.canary_model:
+            yield "--canary-share needs --canary-model, the name of the model that gets it"
         yield from self._store_problems()
         if self.insecure:
             return

@@ -118,7 +118,7 @@ class SessionStarts:
         return session
 
     async def _claim(self, session_id: str) -> SessionRecord:
-        return await self._store.claim(session_id, self._capabilities.target, self.owner)
+        return await self._store.claim(session_id, self._capabilities.target_of(session_id), self.owner)
 
     async def replayed(self, session: SessionRecord, sampling: SamplingParams) -> Generation:
         """Return a session's state; a long completion is replayed on a thread.
@@ -146,7 +146,7 @@ class SessionStarts:
 
     def _model(self, session: SessionRecord) -> ModelInfo:
         """Return the target that a session's text belongs to."""
-        return session.model or self._capabilities.target
+        return session.model or self._capabilities.target_of(session.session_id)
 
     def _opening(self, session: SessionRecord, generation: Generation, model: ModelInfo) -> SessionOpening:
         """Return what workers are told of a session."""

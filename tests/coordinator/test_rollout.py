@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.canary import Canary
 from coordinator.capabilities import ServedModels
-from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec import AsyncClient, Chunk, Completion, SamplingParams, SpeculationParams
 from specdec.errors import ModelMismatchError
 from specdec.types import ModelInfo
 from tests.support.architectures import VOCAB_SIZE, build
@@ -156,6 +157,54 @@ async def test_sessions_end_when_their_model_is_gone(models: tuple[Path, Path], 
                 async for _ in other.resume(follower.session_id, offset=len(follower.tokens)):
                     pass
             assert (await other.get_session(follower.session_id)).tokens == tuple(follower.tokens)
+
+
+async def test_a_canary_gets_its_share_alone(models: tuple[Path, Path], redis_url: str) -> None:
+    """Whatever coordinator resumes a session, its text stays with the model that it began with."""
+    old, new = models
+    old_texts, new_texts = await texts(old), await texts(new)
+    async with fleet(2) as workers:
+        await workers.start(0, old)
+        await workers.start(1, new)
+        settings = {"target": workers.address, "draft": "", "tokenizer": str(old), "store": redis_url}
+        canary = {"canary_model": new.name, "canary_share": 0.5}
+        async with (
+            serving_coordinator(**settings, **canary) as address,
+            serving_coordinator(**settings, canary_model=new.name) as elsewhere,  # its share is none
+            AsyncClient(address) as client,
+            AsyncClient(elsewhere) as other,
+        ):
+            assert (await client.get_model()).target.name == old.name
+            followers = [Follower(client, prompt) for prompt in PROMPTS]
+            await until(lambda: all(follower.tokens for follower in followers))
+            resumed = [await tokens_of(other.resume(follower.session_id)) for follower in followers]
+            await asyncio.gather(*(follower.task for follower in followers))
+    got_new = [Canary(new.name, 0.5).is_for(follower.session_id) for follower in followers]
+    expected = [list((new_texts if is_new else old_texts)[index]) for index, is_new in enumerate(got_new)]
+    assert [follower.tokens for follower in followers] == expected
+    assert resumed == expected
+
+
+async def test_an_absent_canarys_share_has_the_old_model(models: tuple[Path, Path]) -> None:
+    old, new = models
+    settings = {"draft": "", "tokenizer": str(old), "canary_model": new.name, "canary_share": 1.0}
+    async with (
+        serving_target(old) as target,
+        serving_coordinator(target=target, **settings) as address,
+        AsyncClient(address) as client,
+    ):
+        completion = await client.complete(prompt_token_ids=PROMPTS[0], sampling=GREEDY, speculation=PLAIN)
+    assert len(completion.tokens) == NUM_TOKENS
+
+
+async def tokens_of(chunks: AsyncIterator[Chunk]) -> list[int]:
+    return [token async for chunk in chunks for token in chunk.tokens]
+
+
+def test_a_canarys_share_is_met() -> None:
+    for share in (0.0, 0.1, 1.0):
+        num_new = sum(Canary("new", share).is_for(str(number)) for number in range(10_000))
+        assert num_new == pytest.approx(10_000 * share, abs=150)  # five standard deviations
 
 
 def model(fingerprint: str) -> ModelInfo:

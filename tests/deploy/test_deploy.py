@@ -40,11 +40,10 @@ COMBINATIONS = {
         ("autoscaling",),
         ("tls", "autoscaling"),
         ("autoscaling", "tls"),
-        ("gateway",),
-        ("tls", "gateway", "gateway/tls"),
-        ("autoscaling", "gateway", "gateway/autoscaling", "monitoring"),
+        ("autoscaling", "monitoring"),
     )
 }
+PROGRAM_NAMES = ("coordinator", "draft", "target", "gateway")
 IMAGES = ("coordinator", "draft", "target", "gateway", "demo-coordinator", "demo-draft", "demo-target")
 
 
@@ -73,7 +72,7 @@ def test_overlays_agree_with_the_programs(overlay: list[Document]) -> None:
 
 def test_overlays_meet_the_documented_guarantees(overlay: list[Document]) -> None:
     kinds = {title(document).split("-")[0] for document in overlay}
-    for name in ("coordinator", "draft", "target"):
+    for name in PROGRAM_NAMES:
         assert {f"{kind}/{name}" for kind in ("Deployment", "Service", "ConfigMap", "PodDisruptionBudget")} <= kinds
     assert {"Namespace/specdec", "StatefulSet/redis", "Service/redis", "NetworkPolicy/default"} <= kinds
 
@@ -162,13 +161,13 @@ def test_images_hold_every_package() -> None:
 
 def test_overlays_run_this_version(overlay: list[Document]) -> None:
     version = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["version"]
-    for name in ("coordinator", "draft", "target"):
+    for name in PROGRAM_NAMES:
         assert container(overlay, name)["image"].split(":")[1].removesuffix("-cuda") == version
     assert f'image.version="{version}"' in dockerfile().last("runtime", "LABEL")
 
 
 def test_images_run_as_the_manifests_say(overlay: list[Document]) -> None:
-    for name in ("coordinator", "draft", "target"):
+    for name in PROGRAM_NAMES:
         context = pod(deployment(overlay, name))["securityContext"]
         assert f"{context['runAsUser']}:{context['runAsGroup']}" == dockerfile().last(name, "USER")
 

@@ -34,14 +34,14 @@ def client_of(cluster: LocalCluster, coordinator: Pod) -> AsyncClient:
 
 
 def test_every_pod_of_the_overlay_runs(cluster: LocalCluster) -> None:
-    numbers = {name: len(cluster.of(name)) for name in ("coordinator", "draft", "target", "redis")}
-    assert numbers == {"coordinator": 2, "draft": 2, "target": 1, "redis": 1}
+    numbers = {name: len(cluster.of(name)) for name in ("coordinator", "draft", "target", "redis", "gateway")}
+    assert numbers == {"coordinator": 2, "draft": 2, "target": 1, "redis": 1, "gateway": 2}
     assert sum(numbers.values()) == len(cluster.pods)
 
 
 def test_every_probe_answers(cluster: LocalCluster) -> None:
     asked = {(each.name, kind): each.answers(kind) for each in cluster.pods for kind in probes(each.container)}
-    assert len(asked) == 3 * 3 + 2
+    assert len(asked) == 4 * 3 + 2
     assert all(asked.values()), asked
 
 

@@ -95,6 +95,7 @@ def test_variables_of_others_are_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
         (CoordinatorSettings, "--draft-timeout-s", "0"),
         (CoordinatorSettings, "--score-timeout-s", "0"),
         (CoordinatorSettings, "--target-patience-s", "-0.1"),
+        (CoordinatorSettings, "--canary-share", "1.1"),
         (DraftSettings, "--support-mass", "0"),
         (DraftSettings, "--support-mass", "1.01"),
         (DraftSettings, "--support-max", "1025"),
@@ -109,6 +110,13 @@ def test_a_value_out_of_range_is_named(capsys: pytest.CaptureFixture[str], kind:
     said = refusal(capsys, kind, *(REQUIRED if kind is CoordinatorSettings else ["--model", "m"]), f"{flag}={value}")
     assert said.startswith(f"program: {flag} (or {variable}) is '{value}': ")
     assert len(said.splitlines()) == 1
+
+
+def test_a_canarys_share_needs_its_model() -> None:
+    alone = CoordinatorSettings(tokenizer="t", canary_share=0.1)
+    assert any("--canary-share needs --canary-model" in problem for problem in alone.problems())
+    together = CoordinatorSettings(tokenizer="t", canary_share=0.1, canary_model="new")
+    assert not list(together.problems())
 
 
 def test_all_wrong_values_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("specdec", "coordinator", "draft_service", "gateway", "target_service")
 PURE_MODULES = (
     "specdec/exact/acceptance",
+    "coordinator/canary",
     "coordinator/generation",
     "coordinator/joint_names",
     "coordinator/merging",

@@ -20,6 +20,7 @@ from tests.support.manifests import (
     environment,
     gpus,
     has_main,
+    has_own_redis,
     max_pods,
     mounted_files,
     named,
@@ -36,6 +37,7 @@ from tests.support.manifests import (
     workloads,
 )
 from tests.support.network_policies import network_problems
+from tests.support.route_checks import route_problems
 from tests.support.schema_checks import VERSIONS, schema_problems
 
 PORT_NAMES = {"grpc": "SPECDEC_PORT", "http": "SPECDEC_PORT", "metrics": "SPECDEC_METRICS_PORT"}
@@ -52,8 +54,13 @@ def selector_problems(documents: Sequence[Document]) -> Iterator[str]:
         selector = document["spec"]["selector"]
         wanted = {"matchLabels": selector} if document["kind"] == "Service" else selector
         found = [w["metadata"]["name"] for w in workloads(documents) if selects(wanted, pod_labels(w))]
-        if found != [document["metadata"]["name"]]:
+        if found not in _may_select(document["metadata"]["name"]):
             yield f"{title(document)}: selects the pods of {found or 'nothing'}"
+
+
+def _may_select(name: str) -> tuple[list[str], ...]:
+    """Return whose pods may be selected: those of the same name, and with them a canary's."""
+    return [name], [name, f"{name}-canary"]
 
 
 def reference_problems(documents: Sequence[Document]) -> Iterator[str]:
@@ -211,7 +218,12 @@ def address_problems(documents: Sequence[Document]) -> Iterator[str]:
         if program is not PROGRAMS["coordinator"]:
             continue
         variables = environment(container, documents)
-        for name, variable in (("target", "SPECDEC_TARGET"), ("draft", "SPECDEC_DRAFT"), ("redis", "SPECDEC_STORE")):
+        ours = [("target", "SPECDEC_TARGET"), ("draft", "SPECDEC_DRAFT")]
+        if has_own_redis(documents):
+            ours.append(("redis", "SPECDEC_STORE"))
+        elif not variables.get("SPECDEC_STORE", "").startswith(("rediss://", "rediss+")):
+            yield f"{title(workload)}: a Redis that is elsewhere is asked in plain text"
+        for name, variable in ours:
             if variables.get(variable, "").partition("?")[0] not in _addresses(named(documents, "Service", name)):
                 yield f"{title(workload)}: {variable} is {variables.get(variable)}, not Service/{name}"
         if max_pods(workload, documents) > 1 and variables.get("SPECDEC_STORE", "embedded") == "embedded":
@@ -291,6 +303,7 @@ CHECKS = (
     gpu_problems,
     resource_problems,
     network_problems,
+    route_problems,
     *protection_checks.CHECKS,
 )
 

@@ -293,6 +293,11 @@ def read_settings(program: Program, variables: Mapping[str, str], arguments: lis
             return said.getvalue().strip()
 
 
+def has_own_redis(documents: Sequence[Document]) -> bool:
+    """Return whether Redis is among the documents; else it is elsewhere."""
+    return any(document["metadata"]["name"] == "redis" for document in of_kind(documents, "StatefulSet"))
+
+
 def redis_configuration(documents: Sequence[Document]) -> str:
     """Return redis.conf as the pod reads it."""
     volumes = pod(named(documents, "StatefulSet", "redis"))["volumes"]

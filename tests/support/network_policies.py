@@ -56,14 +56,11 @@ def _edges(documents: Sequence[Document]) -> dict[tuple[str, str, int], bool]:
     }
     needed = {("coordinator", "DNS", 53), ("a client", "coordinator", ports["coordinator"]["grpc"])}
     needed |= {("coordinator", name, ports[name]["grpc"]) for name in ("draft", "target")}
-    needed |= {("coordinator", "redis", ports["redis"]["redis"])}
-    needed |= {("Prometheus", name, ports[name]["metrics"]) for name in ("coordinator", "draft", "target")}
-    if "gateway" in names:
-        needed |= {("gateway", "DNS", 53), ("gateway", "coordinator", ports["coordinator"]["grpc"])}
-        needed |= {
-            ("a client", "gateway", ports["gateway"]["http"]),
-            ("Prometheus", "gateway", ports["gateway"]["metrics"]),
-        }
+    needed |= {("coordinator", name, ports[name]["grpc"]) for name in {"target-canary"} & ports.keys()}
+    needed |= {("coordinator", name, ports[name]["redis"]) for name in {"redis"} & ports.keys()}
+    needed |= {("Prometheus", name, ports[name]["metrics"]) for name in ports if "metrics" in ports[name]}
+    needed |= {("gateway", "DNS", 53), ("gateway", "coordinator", ports["coordinator"]["grpc"])}
+    needed |= {("a client", "gateway", ports["gateway"]["http"])}
     others = ("a client", "another pod", "Prometheus")
     possible = {(source, name, port) for source in (*names, *others) for name in names for port in ports[name].values()}
     possible |= {(name, other, 443) for name in names for other in ("another pod", *OUTSIDE)}

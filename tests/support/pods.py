@@ -82,10 +82,14 @@ class Pod:
         return str(self.workload["metadata"]["name"])
 
     @property
+    def pre_stop_s(self) -> float:
+        """Return how long the kubelet waits before SIGTERM."""
+        return float(self.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0))
+
+    @property
     def grace_s(self) -> float:
         """Return how long the process has from SIGTERM to SIGKILL."""
-        waits_s = self.container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-        return float(pod(self.workload)["terminationGracePeriodSeconds"] - waits_s)
+        return float(pod(self.workload)["terminationGracePeriodSeconds"]) - self.pre_stop_s
 
     @property
     def log(self) -> str:
@@ -145,14 +149,12 @@ class LocalCluster:
         self.authority = Authority()
         self._secrets = issued_secrets(documents, self.authority)
         # of 127.0.0.0/8, so that two test runs do not collide
-        network = f"127.{1 + os.getpid() // 250 % 250}.{os.getpid() % 250}"
-        numbers = count(1)
+        self.network = f"127.{1 + os.getpid() // 250 % 250}.{os.getpid() % 250}"
+        self._folder, self._numbers = folder, count(1)
         self.pods = [
-            Pod(workload, f"{network}.{number}", folder / f"{workload['metadata']['name']}-{number}")
-            for workload in workloads(documents)
-            for _, number in zip(range(min_pods(workload, documents)), numbers, strict=False)
+            self._new_pod(workload) for workload in workloads(documents) for _ in range(min_pods(workload, documents))
         ]
-        self._dns = self._running.enter_context(dns_server(self._lookup, f"{network}.254"))
+        self._dns = self._running.enter_context(dns_server(self._lookup, f"{self.network}.254"))
 
     def of(self, name: str) -> list[Pod]:
         """Return the pods of a workload."""
@@ -216,6 +218,10 @@ class LocalCluster:
         imports = f"{REPOSITORY / 'tests/support/pod_names'}:{REPOSITORY}"
         return {**translated, "PATH": path, "PYTHONPATH": imports, "HOSTS_FILE": str(self._hosts)}
 
+    def _new_pod(self, workload: Document) -> Pod:
+        number = next(self._numbers)
+        return Pod(workload, f"{self.network}.{number}", self._folder / f"{workload['metadata']['name']}-{number}")
+
     def _start(self, each: Pod) -> None:
         words = [self._translated(each, word) for word in command(each.container)]
         assert shutil.which(words[0]), f"{words[0]} is not on PATH; install it (apt-get install redis-server)"
@@ -265,9 +271,12 @@ class LocalCluster:
         """Return the addresses that the cluster's DNS has for a name: the pods of a Service, ready or not."""
         for service in of_kind(self.documents, "Service"):
             if name == _name_of(service):
-                selector = {"matchLabels": service["spec"]["selector"]}
-                return [each.address for each in self.pods if selects(selector, pod_labels(each.workload))]
+                return [each.address for each in self._pods_of(service)]
         return None
+
+    def _pods_of(self, service: Document) -> list[Pod]:
+        selector = {"matchLabels": service["spec"]["selector"]}
+        return [each for each in tuple(self.pods) if selects(selector, pod_labels(each.workload))]
 
 
 def _name_of(service: Document) -> str:

@@ -19,6 +19,9 @@ def _any(names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split())
 
 
+# of the Gateway API's standard channel, version 1.3.0
+PARENTS = _any("group kind namespace name! sectionName port")
+BACKENDS = _any("group kind namespace name! port weight")
 ISSUER_REFERENCE = _any("name! kind group")
 SPECS: Mapping[tuple[str, str], Fields] = {
     ("cert-manager.io/v1", "Issuer"): _any("selfSigned ca acme vault venafi"),
@@ -27,6 +30,30 @@ SPECS: Mapping[tuple[str, str], Fields] = {
         **_any("emailAddresses revisionHistoryLimit secretTemplate"),
         "privateKey": _any("algorithm encoding rotationPolicy size"),
         "issuerRef!": ISSUER_REFERENCE,
+    },
+    ("gateway.networking.k8s.io/v1", "GRPCRoute"): {
+        **_any("hostnames"),
+        "parentRefs": PARENTS,
+        "rules": {
+            **_any("name filters"),
+            "matches": {"method": _any("type service method"), "headers": _any("type name! value!")},
+            "backendRefs": BACKENDS,
+        },
+    },
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
+        **_any("hostnames"),
+        "parentRefs": PARENTS,
+        "rules": {
+            **_any("name filters"),
+            "matches": {
+                "path": _any("type value"),
+                "headers": _any("type name! value!"),
+                "queryParams": _any("type name! value!"),
+                **_any("method"),
+            },
+            "backendRefs": BACKENDS,
+            "timeouts": _any("request backendRequest"),
+        },
     },
     ("monitoring.coreos.com/v1", "PodMonitor"): {
         **_any("selector! jobLabel namespaceSelector podTargetLabels sampleLimit attachMetadata"),

@@ -199,4 +199,4 @@ def gateway_without_the_authority(documents: list[Document]) -> None:
 
 @mistake("gpu-tls-autoscaling", "network: gateway cannot reach coordinator at port 50051")
 def gateway_that_may_not_reach_coordinators(documents: list[Document]) -> None:
-    documents.remove(named(documents, "NetworkPolicy", "coordinator-from-gateway"))
+    del named(documents, "NetworkPolicy", "coordinator")["spec"]["ingress"][0]["from"][1]
