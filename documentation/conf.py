@@ -17,6 +17,8 @@ myst_heading_anchors = 4  # GitHub's anchors, also checked
 highlight_language = "none"  # indented blocks are commands, or drawings
 pygments_style = "default"
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = "specdec"
 html_copy_source = html_show_sphinx = False
 html_show_copyright = False
@@ -47,7 +49,8 @@ def contents() -> str:
 def read(_: Sphinx, name: str, source: list[str]) -> None:
     """Give the site what GitHub does by itself: contents, and pictures that follow the page's own light and dark."""
     source[0] = PICTURE.sub(
-        r'<img class="only-light" src="\g<light>" alt="\g<words>"><img class="only-dark" src="\g<dark>" alt="\g<words>">',
+        r'<img class="only-light" src="\g<light>" alt="\g<words>">'
+        r'<img class="only-dark" src="\g<dark>" alt="\g<words>">',
         source[0],
     )
     source[0] = OUTSIDE.sub(r"](path:\g<1>)", source[0])

@@ -17,22 +17,22 @@ HEAD = """\
 
 <!-- Generated from the settings of the services: python -m documentation -->
 
-Every setting is a flag and an environment variable; the flag wins. A flag or variable that a service does not know stops its
-start, with the nearest name that exists. A switch is turned on by `--x` and off by `--no-x`. `python -m SERVICE --help` prints
-the same for one service. What to set on a machine or a cluster is in [deploy.md](deploy.md), and in [security.md](security.md)
-who may call whom; `specdec up` starts all services and has [options of its own](start.md#the-services).
+Every setting is a flag and an environment variable; the flag wins. A flag or variable that a service does not know
+stops its start, with the nearest name that exists. A switch is turned on by `--x` and off by `--no-x`.
+`python -m SERVICE --help` prints the same for one service. What to set on a machine or a cluster is in
+[deploy.md](deploy.md), and in [security.md](security.md) who may call whom; `specdec up` starts all services and has
+[options of its own](start.md#the-services).
 
-A service reads the settings under its own name, those of all processes and, except for the gateway, those of all gRPC services.
-Target workers and draft workers read those of what runs a model. A draft worker reads those of every drafter, whichever it
-offers. Where two tables have the same flag, the more special one says what its default is.
+A service reads the settings under its own name, those of all processes and, except for the gateway, those of all gRPC
+services. Target workers and draft workers read those of what runs a model. A draft worker reads those of every drafter,
+whichever it offers. Where two tables have the same flag, the more special one says what its default is.
 """
-COLUMNS = "| flag | variable | type | unit | default | meaning |\n|---|---|---|---|---|---|\n"
+COLUMNS = "| flag, variable | type and unit | default | meaning |\n|---|---|---|---|\n"
 UNITS = {
     "_s": "seconds",
     "_bytes": "bytes",
     "_tokens": "tokens",
     "_threads": "threads",
-    "_port": "TCP port",
     "_rounds": "rounds",
     "_window": "tokens",
     "support_max": "tokens",
@@ -102,11 +102,11 @@ def bounds_of(field: FieldInfo) -> str:
     return "".join(f", {limit}" for limit in dict.fromkeys(limits))
 
 
-def unit_of(name: str, field: FieldInfo) -> str:
-    """Return the unit of a setting, which its name ends with."""
-    if type_of(field.annotation) not in ("number", "whole number"):
-        return ""
-    return next((unit for ending, unit in UNITS.items() if f"_{name}".endswith(ending)), "")
+def kind_of(name: str, field: FieldInfo) -> str:
+    """Return the type of a setting with its unit, which its name ends with."""
+    kind = type_of(field.annotation)
+    unit = next((unit for ending, unit in UNITS.items() if f"_{name}".endswith(ending)), "")
+    return f"{kind} of {unit}" if unit and kind.endswith("number") else kind
 
 
 def number(value: float) -> str:
@@ -129,10 +129,8 @@ def row(name: str, field: FieldInfo) -> str:
     """Return a setting's row."""
     meaning = re.sub(r"(?<![\w`])(--[a-z][\w-]*|\$[A-Z_]+|~/\S+\w)", r"`\1`", field.description or "")
     cells = [
-        f"`--{name.replace('_', '-')}`",
-        f"`{ENV_PREFIX}{name.upper()}`",
-        type_of(field.annotation) + bounds_of(field),
-        unit_of(name, field),
+        f"`--{name.replace('_', '-')}`<br>`{ENV_PREFIX}{name.upper()}`",
+        kind_of(name, field) + bounds_of(field),
         default_of(field),
         meaning.replace("|", "\\|"),
     ]

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from specdec.exact.acceptance import Block, BlockRule, Remainder, TokenRule
-from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, one_hot
+from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution
 
 PAGE = (Path(__file__).parents[2] / "docs/concepts.md").read_text()
 VOCABULARY = "abcd"
@@ -30,26 +31,26 @@ TARGET = fractions(SPARSE["p, the target"])
 
 
 def draft_of(table: dict[str, list[str]]) -> SparseDistribution:
-    probs = fractions(table["q, as shipped"])
+    probs: list[Any] = fractions(table["q, as shipped"])
     support = tuple(token for token, prob in enumerate(probs) if prob)
-    return SparseDistribution(support, tuple(probs[token] for token in support))  # type: ignore[arg-type]
+    return SparseDistribution(support, tuple(probs[token] for token in support))
 
 
 def target_on(support: Sequence[int], tail_token: int = 3) -> TargetDistribution:
     """Return the target's answer for a support."""
-    probs = tuple(TARGET[token] for token in support)
-    return TargetDistribution(probs, 1 - sum(probs), tail_token)  # type: ignore[arg-type]
+    probs: Any = tuple(TARGET[token] for token in support)
+    return TargetDistribution(probs, 1 - sum(probs), tail_token)
 
 
 @pytest.mark.parametrize("table", [SPARSE, ONE_HOT], ids=["sparse", "one-hot"])
 def test_one_position_is_as_computed(table: dict[str, list[str]]) -> None:
     draft = draft_of(table)
     remainder = Remainder.at(draft.token_ids, target_on(draft.token_ids))
-    accepted, recovered = [Fraction(0)] * 4, [Fraction(0)] * 4
-    thresholds = []
+    accepted: list[Any] = [Fraction(0)] * 4
+    recovered, thresholds = accepted.copy(), []
     for token, prob in zip(draft.token_ids, draft.probs, strict=True):
         thresholds.append(min(1, remainder.threshold(token, draft)))
-        accepted[token] = prob * thresholds[-1]  # type: ignore[assignment]
+        accepted[token] = prob * thresholds[-1]
     residual = remainder.after_rejecting(draft)
     rejected = 1 - sum(accepted)
     tail = sum(TARGET[token] for token in range(4) if token not in draft.token_ids)
@@ -58,7 +59,7 @@ def test_one_position_is_as_computed(table: dict[str, list[str]]) -> None:
             weight = residual.weights[draft.token_ids.index(token)]
         else:
             weight = residual.tail_mass * TARGET[token] / tail
-        recovered[token] = rejected * weight / residual.total  # type: ignore[assignment]
+        recovered[token] = rejected * weight / residual.total
     assert fractions(table["p, the target"]) == TARGET
     assert fractions(table["accepted if drafted"]) == thresholds
     assert fractions(table["min(p, q): drafted and accepted"]) == accepted
@@ -69,13 +70,16 @@ def test_one_position_is_as_computed(table: dict[str, list[str]]) -> None:
 
 def test_a_tree_of_two_is_as_computed() -> None:
     children = [VOCABULARY.index(row[0]) for row in TREE]
-    proposal = Proposal(tuple(children), tuple(map(one_hot, children)), (0, 0))
+    certain: Any = (Fraction(1),)
+    drafts = tuple(SparseDistribution((child,), certain) for child in children)
+    proposal = Proposal(tuple(children), drafts, (0, 0))
     leaf = TargetDistribution((), 1, 3)
-    thresholds = TokenRule().thresholds(proposal, Scores((target_on(children), leaf, leaf))).accept
-    left = Fraction(1)
+    scores = Scores((target_on(children), leaf, leaf))
+    thresholds = TokenRule().thresholds(proposal, scores).accept
+    left: Any = Fraction(1)
     for row, threshold in zip(TREE, thresholds, strict=True):
         assert fractions(row[1:]) == [left, threshold, left * threshold]
-        left -= left * threshold  # type: ignore[assignment]
+        left -= left * threshold
 
 
 def expected_accepted(probabilities: Sequence[Fraction]) -> Fraction:
