@@ -55,7 +55,6 @@ def main() -> None:
             print(f"clients: {language} is left out: no {', '.join(absent)}; see clients/{language}/build")
             continue
         folder = program_of(language).parent
-        folder.mkdir(parents=True, exist_ok=True)
         protos = Path(google.rpc.error_details_pb2.__file__).parents[2]  # of googleapis-common-protos
         subprocess.run(
             [SOURCES[language].with_name("build"), folder, *([protos] if language == "java" else [])], check=True
