@@ -68,6 +68,24 @@ def test_one_position_is_as_computed(table: dict[str, list[str]]) -> None:
     assert fractions(table["committed"]) == committed == TARGET
 
 
+def test_sentences_between_the_tables_are_as_computed() -> None:
+    draft = draft_of(SPARSE)
+    target: Any = target_on(draft.token_ids)
+    residual: Any = Remainder.at(draft.token_ids, target).after_rejecting(draft)
+    b, tail = residual.weights[1] / residual.total, residual.tail_mass / residual.total
+    c, d = (TARGET[token] / target.tail_mass for token in (2, 3))
+    chosen = sum(TARGET[:2])
+    for sentence in (
+        f"sends 1/2, 3/10 and T = {TARGET[2]} + {TARGET[3]} = {target.tail_mass}.",
+        f"R is 1 - {1 - residual.total} = {residual.total}.",
+        f"b is drawn with {residual.weights[1]} of {residual.total}, that is {b}, and the tail token with {tail};",
+        f"it is c with {c} and d with {d}.",
+        f"{residual.total} x {tail} x {c} = {residual.total * tail * c}, as p has it",
+        f"{TARGET[0]} + {TARGET[1]} = {chosen}, the sum of the target's own probabilities. What remains, {1 - chosen},",
+    ):
+        assert sentence in " ".join(PAGE.split())
+
+
 def test_a_tree_of_two_is_as_computed() -> None:
     children = [VOCABULARY.index(row[0]) for row in TREE]
     certain: Any = (Fraction(1),)
