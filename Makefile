@@ -40,7 +40,7 @@ NODE_FOLDERS := clients/typescript tests/gateway/openai_npm
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients simulate fuzz chaos rolling-update smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients docs simulate fuzz chaos rolling-update smollm2 demo exactness bench image image-check clean
 .SILENT:
 
 help: ## This list
@@ -115,7 +115,8 @@ page-check: setup chromium ## Test the gateway's page in Chromium, and take its 
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/gateway/test_page_files.py tests/gateway/test_page.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.page_pictures docs/images/page
 
-clients: setup ## Build the TypeScript client, and run it and OpenAI's npm package against real services; needs node >= 20.11
+clients: setup ## Run the TypeScript client (node >= 20.11), OpenAI's npm package, and the Go and Java snippets against real services
+	$(BIN)/python -m tests.support.toolchains
 	for folder in $(NODE_FOLDERS); do (cd $$folder && npm ci --silent) || exit 1; done
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/clients tests/gateway/test_openai_npm.py
 
@@ -124,6 +125,12 @@ smollm2: setup ## A real model, SmolLM2-135M-Instruct, in models/smollm2 (93 to 
 
 demo: setup $(MODEL) ## Run three services; print one text and its speed-up; MODEL=smollm2: chat with a real model
 	$(BIN)/python -m benchmarks.demo $(addprefix --model ,$(MODEL))
+
+docs: setup ## Build the documentation as a site, in build/docs; warnings and broken links are errors
+	$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || $(PIP) $$(grep -E '^(Sphinx|myst-parser|furo)==' constraints.txt)
+	$(BIN)/python -m documentation
+	$(BIN)/sphinx-build -q -W --keep-going --fresh-env -c documentation -d build/docs-cache docs build/docs
+	echo "docs: open build/docs/index.html"
 
 simulate: setup ## Run the whole service in virtual time with faults, SEEDS=1000 worlds; one that fails is printed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulation --seeds $(SEEDS) $(SIMULATE_ARGS)
