@@ -10,7 +10,9 @@ import OpenAI from "openai";
 
 const { model, prompt, text, tokens, logprobs } = JSON.parse(process.env.SPECDEC_EXPECTED);
 const client = new OpenAI({ baseURL: process.env.SPECDEC_BASE_URL, apiKey: "none", maxRetries: 0 });
-const common = { model, temperature: 0, max_tokens: tokens.length, specdec: { ignore_eos: true } };
+// few draft tokens: else the whole text may be one round, and so one piece
+const specdec = { ignore_eos: true, num_draft_tokens: 2 };
+const common = { model, temperature: 0, max_tokens: tokens.length, specdec };
 const messages = [{ role: "user", content: prompt }];
 
 test("models are listed", async () => {
@@ -61,7 +63,7 @@ test("log probabilities are those of specdec's own client", async () => {
     entries.map((entry) => entry.token),
     tokens,
   );
-  entries.forEach((entry, number) => assert.ok(Math.abs(entry.logprob - logprobs[number]) < 1e-5));
+  entries.forEach((entry, number) => assert.ok(Math.abs(entry.logprob - logprobs[number]) < 1e-4)); // the rounds differ
   assert.ok(entries.every((entry) => entry.top_logprobs.length === 2));
 });
 
