@@ -113,6 +113,10 @@ class ToyCapabilities:
     target = ModelInfo("toy", vocab_size=VOCAB_SIZE, context_length=1000)
     drafters = ("toy",)
 
+    def target_of(self, session_id: str) -> ModelInfo:
+        """Return the one target."""
+        return self.target
+
     def check_tokenizer(self, model: ModelInfo) -> None:
         """Accept every tokenizer."""
 
