@@ -129,7 +129,7 @@ demo: setup $(MODEL) ## Run three services; print one text and its speed-up; MOD
 docs: setup ## Build the documentation as a site, in build/docs; warnings and broken links are errors
 	$(BIN)/python -c 'import furo, myst_parser' 2>/dev/null || $(PIP) $$(grep -E '^(Sphinx|myst-parser|furo)==' constraints.txt)
 	$(BIN)/python -m documentation
-	$(BIN)/sphinx-build -q -W --keep-going --fresh-env -c documentation -d build/docs-cache docs build/docs
+	$(BIN)/python -m sphinx -q -W --keep-going --fresh-env -c documentation -d build/docs-cache docs build/docs
 	echo "docs: open build/docs/index.html"
 
 simulate: setup ## Run the whole service in virtual time with faults, SEEDS=1000 worlds; one that fails is printed

@@ -15,7 +15,7 @@ from specdec import AsyncClient, SamplingParams, SpeculationParams
 from tests.support.architectures import SERVED, VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 
-NUM_TOKENS = 32
+NUM_TOKENS = 24
 PROMPTS = [[(7 * length + 3 * place) % 300 + 2 for place in range(length)] for length in (1, 2, 3, 5, 8, 13, 21, 34)]
 DRAFTERS = ("model", TOY.name, "recycle", "suffix")
 # what a model's layers can tell apart: one position, a chain, a tree; other drafters and lengths once, with the first

@@ -15,6 +15,7 @@ from draft_service.model.drafter import ModelDrafter
 from draft_service.model.tasks import DraftProcessor, ProposeTask
 from draft_service.servicer import DraftServicer
 from specdec.engine import ContiguousPool, KvCache, LayerShape, Submission
+from specdec.engine.loop import Load
 from specdec.errors import FencedError
 from specdec.exact.sampling import SamplingContext, next_token_distributions
 from specdec.exact.values import Proposal, SparseDistribution
@@ -35,6 +36,8 @@ from tests.workers.draft_service.streams import (
     guess_of,
     in_module_loop,
 )
+
+WAIT_S = 60.0
 
 
 async def until_fed(sizes: list[int], expected_sizes: list[int]) -> None:
@@ -179,6 +182,11 @@ async def close_while_drafting_ahead(
     drafter.forget(replace(session))
 
 
+def is_busy(load: Load) -> bool:
+    """Return whether anything runs, waits or has a place."""
+    return bool(load.num_running or load.num_waiting or load.num_resident)
+
+
 @in_module_loop
 async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder: Path, forwards: Forwards) -> None:
     settings = ModelDrafterSettings(model=str(model_folder), dtype="float32", port=0)
@@ -201,9 +209,9 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
             await asyncio.sleep(0.001)
             drafter.abandon(session, is_latest=True)
         await close_while_drafting_ahead(drafter, first, ask, drafted.proposal)
-        while engine.load.num_running or engine.load.num_waiting:  # noqa: ASYNC110  # the engine has no event for this
-            await asyncio.sleep(0.001)
-        assert not engine.load.num_resident
+        async with asyncio.timeout(WAIT_S):
+            while is_busy(engine.load):  # noqa: ASYNC110  # the engine has no event for this
+                await asyncio.sleep(0.001)
     finally:
         engine.stop()
 
