@@ -97,13 +97,25 @@ class WorkerCapabilities:
     def target_of(self, session_id: str) -> ModelInfo:
         """Return the target model for a session without text; raises as `target`.
 
-        The canary's share has another one while that does not answer, or where it has another tokenizer.
+        The canary's share has the others' while the canary does not answer, or where it is not what clients are told
+        of the model: with another tokenizer, or a shorter context.
         """
+        main = self.target
         if self._canary and self._canary.is_for(session_id):
             found = self._targets.newest_of(self._canary.name.__eq__)
-            if found and found.tokenizer_fingerprint == self._tokenizer_fingerprint:
+            if found and self._can_stand_for(found, main):
                 return found
-        return self.target
+        return main
+
+    def _can_stand_for(self, canary: ModelInfo, main: ModelInfo) -> bool:
+        """Return whether a canary answers now, and takes every request that the main model takes."""
+        answering = {description.fingerprint for description in self._target_workers.pool.descriptions}
+        return (
+            canary.fingerprint in answering
+            and canary.tokenizer_fingerprint == main.tokenizer_fingerprint
+            and canary.vocab_size == main.vocab_size
+            and canary.context_length >= main.context_length
+        )
 
     @property
     def _main(self) -> ModelInfo | None:

@@ -93,7 +93,7 @@ class SessionStarts:
         if shown:
             await not_lost(heal(self._store, shown))  # one that has its name by now is claimed as it is
         try:
-            session = await self._claimed_settled(session_id)
+            session = await self._claimed_settled(session_id, position)
         except NotFoundError:
             if position.handed is None:
                 raise
@@ -104,21 +104,24 @@ class SessionStarts:
             session = leased.session
         if not _has_shown(session, position):
             await not_lost(take_back(self._store, session_id, position))
-            session = await self._claimed_settled(session_id)  # others may have been shown more than this client
+            # others may have been shown more than this client
+            session = await self._claimed_settled(session_id, position)
         self._shown.take(session_id)
         return session
 
-    async def _claimed_settled(self, session_id: str) -> SessionRecord:
+    async def _claimed_settled(self, session_id: str, position: Position) -> SessionRecord:
         """Claim a session of a store that has all that it had, as far as any coordinator knows."""
-        session = await self._claim(session_id)
+        session = await self._claim(session_id, position)
         while self._store.unbroken_s < SETTLED_S:
             # it may have gone back in time: what others have shown they bring back first
             await asyncio.sleep(SETTLED_S - self._store.unbroken_s)
-            session = await self._claim(session_id)
+            session = await self._claim(session_id, position)
         return session
 
-    async def _claim(self, session_id: str) -> SessionRecord:
-        return await self._store.claim(session_id, self._capabilities.target_of(session_id), self.owner)
+    async def _claim(self, session_id: str, position: Position) -> SessionRecord:
+        # a text that was shown belongs to its model, also where the store went back and has none of it
+        served = None if position.offset else self._capabilities.target_of(session_id)
+        return await self._store.claim(session_id, served, self.owner)
 
     async def replayed(self, session: SessionRecord, sampling: SamplingParams) -> Generation:
         """Return a session's state; a long completion is replayed on a thread.

@@ -33,6 +33,7 @@ from tests.support.toy_coordinator import (
     PROMPT,
     Chunks,
     Gate,
+    ToyCapabilities,
     ToyCoordinator,
     read_into,
     take_last,
@@ -246,6 +247,25 @@ async def test_client_hands_back_what_the_store_lacks(store: Store, is_whole: bo
     async with aclosing(follow_from(other, where)) as chunks:
         rest = [token async for chunk, _ in chunks for token in tokens_of(chunk)]
     assert shown + rest == await undisturbed() == await other.stored(SESSION)
+
+
+async def test_a_text_that_was_lost_whole_keeps_its_model(store: Store) -> None:
+    """The store goes back to where there was no text yet, and new sessions have another model by now."""
+    owner, other = ToyCoordinator(store), ToyCoordinator(store)
+    await owner.create(SESSION)
+    claimed = await store.claim(SESSION, ToyCapabilities.target)
+    await store.release(SESSION, claimed.epoch)
+    snapshot = await store.snapshot()
+    owner.toys.before = Gate(8)
+    async with aclosing(owner.follow(SESSION, 0, b"")) as chunks:
+        shown, _ = await take_last(chunks, 8)
+    await store.go_back(snapshot)
+    newer: Any = other.capabilities
+    newer.target_of = lambda _: replace(ToyCapabilities.target, name="newer")
+    async with aclosing(follow_from(other, position(shown))) as chunks:
+        rest = [token async for chunk, _ in chunks for token in tokens_of(chunk)]
+    assert shown + rest == await undisturbed()
+    assert (await store.read(SESSION)).model == ToyCapabilities.target
 
 
 async def test_client_joins_an_owner_that_has_less(store: Store) -> None:

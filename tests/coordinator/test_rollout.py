@@ -5,11 +5,14 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
 from coordinator.canary import Canary
 from coordinator.capabilities import ServedModels
+from coordinator.pool.breaker import WorkerState
 from specdec import AsyncClient, Chunk, Completion, SamplingParams, SpeculationParams
 from specdec.errors import ModelMismatchError
 from specdec.types import ModelInfo
@@ -49,6 +52,9 @@ class Fleet:
     @property
     def address(self) -> str:
         return "ipv4:" + ",".join(f"127.0.0.1:{port}" for port in self._ports)
+
+    def port(self, number: int) -> int:
+        return self._ports[number]
 
     async def start(self, number: int, model: Path) -> None:
         self._stacks[number] = AsyncExitStack()
@@ -195,6 +201,29 @@ async def test_an_absent_canarys_share_has_the_old_model(models: tuple[Path, Pat
     ):
         completion = await client.complete(prompt_token_ids=PROMPTS[0], sampling=GREEDY, speculation=PLAIN)
     assert len(completion.tokens) == NUM_TOKENS
+
+
+async def test_a_canary_that_ends_leaves_its_share_to_the_old_model(models: tuple[Path, Path]) -> None:
+    """At once: no session waits for it."""
+    old, new = models
+    (old_text, *_), (new_text, *_) = await texts(old), await texts(new)
+    async with fleet(2) as workers:
+        await workers.start(0, old)
+        await workers.start(1, new)
+        canary: dict[str, Any] = {"canary_model": new.name, "canary_share": 1.0, "target_patience_s": 0.5}
+        served = serving_coordinator(target=workers.address, draft="", tokenizer=str(old), **canary)
+        async with served as address, AsyncClient(address) as client:
+            request: dict[str, Any] = {"prompt_token_ids": PROMPTS[0], "sampling": GREEDY, "speculation": PLAIN}
+            assert (await client.complete(**request)).tokens == new_text
+            await workers.stop(1)
+            await until(lambda: not in_service(workers.port(1)))
+            assert (await client.complete(**request)).tokens == old_text
+
+
+def in_service(port: int) -> bool:
+    """Return whether the coordinator of this process asks a target worker."""
+    labels = {"kind": "target", "worker": f"ipv4:127.0.0.1:{port}"}
+    return (REGISTRY.get_sample_value("specdec_worker_state", labels) or 0) == WorkerState.IN_SERVICE.value
 
 
 async def tokens_of(chunks: AsyncIterator[Chunk]) -> list[int]:

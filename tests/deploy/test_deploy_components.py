@@ -68,6 +68,18 @@ def test_a_canary_is_a_target_beside_the_old_one() -> None:
     assert environment(container, canary)["SPECDEC_MODEL"] == "/models/target-canary"
 
 
+def test_a_canary_of_a_secured_overlay_takes_nothing_of_it(tmp_path: Path) -> None:
+    """Certificates and autoscalers stay the overlay's: deleting the canary must leave them."""
+    before = render_whole(KUBERNETES / "overlays/gpu-tls-autoscaling")
+    canary = render(compose(tmp_path, "gpu-tls-autoscaling", ("canary",)))
+    assert {each["kind"] for each in canary} == {"ConfigMap", "Deployment", "PodDisruptionBudget"}
+    assert not {title(each) for each in before} & {title(each) for each in canary}
+    (volume,) = [each for each in pod(named(canary, "Deployment", "target-canary"))["volumes"] if each["name"] == "tls"]
+    assert volume == next(
+        each for each in pod(named(before, "Deployment", "target"))["volumes"] if each["name"] == "tls"
+    )
+
+
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
     return render_whole(compose(tmp_path_factory.mktemp("routed"), "demo", ("routes",)))

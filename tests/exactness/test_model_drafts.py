@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from specdec import AsyncClient, SamplingParams, SpeculationParams
-from tests.exactness.test_greedy import PROMPTS, reference
+from specdec import AsyncClient, SpeculationParams
+from tests.exactness.test_greedy import GREEDY, PROMPTS, reference
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import cluster, save_tokenizer
 from tests.support.other_tokenizer import save_draft_of_other_tokenizer
-
-NUM_TOKENS = 32
-GREEDY = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
