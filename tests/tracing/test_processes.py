@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.timeline.receiver import SpanReceiver
 from specdec.timeline.recorded import Recorded, SpanTree
-from tests.support.measured_services import traced_services
+from tests.support.measured_services import Services, traced_services
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,16 +37,14 @@ ATTRIBUTES = {
 class Traced:
     """Services that send their spans to a receiver of ours."""
 
-    address: str
-    http_address: str
-    metrics_ports: tuple[int, ...]
+    services: Services
     receiver: SpanReceiver
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def traced(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
     async with traced_services(tmp_path_factory.mktemp("model")) as (services, receiver):
-        yield Traced(services.address, services.http_address, services.metrics_ports, receiver)
+        yield Traced(services, receiver)
 
 
 async def ask(traced: Traced, state: str = "") -> tuple[Completion, SpanTree]:
@@ -54,7 +52,7 @@ async def ask(traced: Traced, state: str = "") -> tuple[Completion, SpanTree]:
     sampling = SamplingParams(temperature=1.0, max_new_tokens=NUM_TOKENS, ignore_eos=True, stop=("canary",))
     speculation = SpeculationParams(num_draft_tokens=2, drafter="model")
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("caller")
-    async with AsyncClient(traced.address, metadata={"tracestate": state} if state else {}) as client:
+    async with AsyncClient(traced.services.address, metadata={"tracestate": state} if state else {}) as client:
         with tracer.start_as_current_span("caller") as caller:
             completion = await client.complete(PROMPT, sampling=sampling, speculation=speculation)
     trace_id = f"{caller.get_span_context().trace_id:032x}"
@@ -91,7 +89,7 @@ async def test_a_trace_by_http_begins_at_the_gateway(traced: Traced, is_streamed
     trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
     headers = {"traceparent": f"00-{trace_id}-{caller}-01", "tracestate": "specdec=all"}
     body: dict[str, Any] = {"model": "*", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": is_streamed}
-    async with openai.AsyncOpenAI(base_url=traced.http_address, api_key="none") as client:
+    async with openai.AsyncOpenAI(base_url=traced.services.http_address, api_key="none") as client:
         body["model"] = (await client.models.list()).data[0].id
         answer: Any = await client.completions.create(**body, extra_headers=headers)
         if is_streamed:
@@ -112,7 +110,7 @@ async def test_slow_values_lead_to_their_traces(traced: Traced) -> None:
     """Of a round that is not traced, the exemplar is the request's span."""
     _, tree = await ask(traced)
     (request,) = tree.named("GenerationService/Generate")
-    found = await asyncio.to_thread(exemplars, traced.metrics_ports[0])
+    found = await asyncio.to_thread(exemplars, traced.services.metrics_ports[0])
     mine = {name: span_id for name, span_id, trace_id in found if trace_id == request.trace_id}
     rounds = {span.span_id for span in tree.named("round")}
     assert mine["specdec_time_to_first_token_seconds"] == request.span_id
@@ -193,7 +191,7 @@ async def test_spans_hold_nothing_of_the_text(traced: Traced) -> None:
 async def test_a_request_without_a_trace_begins_one(traced: Traced) -> None:
     known = {span.trace_id for span in traced.receiver.spans}
     assert trace.get_current_span() is trace.INVALID_SPAN
-    async with AsyncClient(traced.address) as client:
+    async with AsyncClient(traced.services.address) as client:
         await client.complete(PROMPT, max_new_tokens=2)
     request = None
     async with asyncio.timeout(WAIT_S):
