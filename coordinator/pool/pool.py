@@ -42,16 +42,20 @@ class WorkerPool(Generic[DescriptionT]):
     ) -> Worker[DescriptionT] | None:
         """Return the worker for a session: the same while the same workers are in service, as a hash ring does.
 
-        Where it can be helped, none of the `avoided` addresses, and one whose description fits. A worker on trial is
-        given the session if it is due, so that it can prove itself, or if no other is there. None: there is no worker.
+        Where it can be helped, one whose description fits, and none of the `avoided` addresses. A worker on trial is
+        given the session if it is due, so that it can prove itself, or if no other suits. None: there is no worker.
         """
 
-        def suits(worker: Worker[DescriptionT]) -> bool:
-            return worker.address not in avoided and (worker.description is None or fits(worker.description))
+        def is_fit(worker: Worker[DescriptionT]) -> bool:
+            return worker.description is None or fits(worker.description)
 
-        due = [worker for worker in self.workers.values() if worker.is_due and suits(worker)]
-        candidates = due or self.in_service or [worker for worker in self.workers.values() if worker.is_on_trial]
-        candidates = list(filter(suits, candidates)) or candidates
+        def suits(worker: Worker[DescriptionT]) -> bool:
+            return worker.address not in avoided and is_fit(worker)
+
+        in_service, on_trial = self.in_service, [worker for worker in self.workers.values() if worker.is_on_trial]
+        groups = [list(filter(suits, (worker for worker in on_trial if worker.is_due)))]  # the first that has any
+        groups += [list(filter(judge, group)) for group in (in_service, on_trial) for judge in (suits, is_fit)]
+        candidates = next(filter(None, [*groups, in_service, on_trial]), [])
         chosen = max(candidates, key=lambda worker: _rank(key, worker.address), default=None)
         if chosen:
             chosen.try_now()

@@ -126,6 +126,20 @@ async def test_sessions_go_where_their_model_is() -> None:
     assert pool.pick("key", fits=lambda description: False), "a worker that does not fit says why"
 
 
+async def test_a_model_on_trial_is_asked_before_another_model() -> None:
+    """Its worker may have recovered; one of another model refuses for certain."""
+    pool = await pool_of("a", "b")
+    pool.workers["b"].round_failed(FAILED)
+    pool.workers["b"].try_now()
+    await pool.workers["b"].probe()
+    pool.workers["b"].description = "other model"
+    assert pool.workers["b"].is_on_trial
+    assert not pool.workers["b"].is_due
+    assert pool.pick("key", fits=lambda description: description == "other model") is pool.workers["b"]
+    assert pool.pick("key", {"b"}, lambda description: description == "other model") is pool.workers["b"]
+    assert pool.pick("key") is pool.workers["a"]
+
+
 async def test_avoided_workers_are_the_last_resort() -> None:
     pool = await pool_of("a", "b")
     assert {pool.pick(key, {"a"}) for key in KEYS} == {pool.workers["b"]}

@@ -172,7 +172,8 @@ class World:
             left += [f"{name} has a task: {getattr(work, '__qualname__', work)}" for work in own]
         # a session whose owner gave up stays with its workers for the next one, which may not draft
         has_moved = any(log.epoch > 1 for log in self._ledger.logs.values())
-        if not (self._faults or has_moved or any(client.visits for client in self._clients)):
+        was_given_up = any(name != "finished" for name in self._ledger.endings)
+        if not (self._faults or has_moved or was_given_up or any(client.visits for client in self._clients)):
             held = {name: model.cache.sequences for name, model in cluster.models.items()}
             left += [f"{name} holds {len(sequences)} sessions" for name, sequences in held.items() if sequences]
         return left
