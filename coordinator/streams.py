@@ -171,7 +171,9 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
 
     async def _has_stopped(self, checks: Checks) -> bool:
         """Return whether the worker is silent; work is only given up where that is of use."""
-        if self._worker is None or (checks.needs_other and not self._group.pool.has_other({self._worker.address})):
+        if self._worker is None:
+            return False
+        if checks.needs_other and not self._group.pool.has_other_answering(self._worker.address):
             return False
         try:
             async with asyncio.timeout(checks.timeout_s):
@@ -283,7 +285,8 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
 
     def _leave_silent(self) -> None:
         """Leave a worker that another session found to have stopped, if there is another one."""
-        if self._worker and self._worker.is_silent and self._group.pool.has_other({self._worker.address}):
+        worker = self._worker
+        if worker and worker.is_silent and self._group.pool.has_other_answering(worker.address):
             self.abandon()
 
     async def find_lost(self) -> None:

@@ -65,6 +65,11 @@ class WorkerPool(Generic[DescriptionT]):
         """Whether a worker is in service that is not avoided."""
         return any(worker.address not in avoided for worker in self.in_service)
 
+    def has_other_answering(self, address: str) -> bool:
+        """Whether another worker answers, if only on trial: better than one that does not."""
+        answering = (worker for worker in self.workers.values() if worker.is_in_service or worker.is_on_trial)
+        return any(worker.address != address for worker in answering)
+
     def changed(self) -> None:
         """Tell those who want to know of changes."""
         for tell in self.on_change:

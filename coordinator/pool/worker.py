@@ -63,13 +63,9 @@ class Worker(Generic[DescriptionT]):
 
     async def probe(self) -> bool:
         """Ask the worker to describe itself; return whether it did. Those who ask at once share one question."""
-        if self._probing is None:
+        if self._probing is None or self._probing.done():
             self._probing = asyncio.ensure_future(self._probe())
-            self._probing.add_done_callback(self._probed)
         return await asyncio.shield(self._probing)
-
-    def _probed(self, _: object) -> None:
-        self._probing = None
 
     async def _probe(self) -> bool:
         try:

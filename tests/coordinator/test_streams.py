@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from coordinator import streams
+from coordinator import streams, target
+from coordinator.checks import Checks
 from coordinator.pool.resolving import resolver
 from coordinator.pool.watching import watching
 from coordinator.streams import SessionOpening
@@ -321,6 +322,40 @@ async def test_rounds_that_fail_inside_a_worker_go_to_another() -> None:
             await scorer.score([1, 2, 7], Proposal())
     assert sick.num_streams <= 1, "the others do not try it in turn"
     assert well.num_streams == 10
+
+
+class Silent(Scripted):
+    """A worker that stops as a whole with its first round: it describes itself no more either."""
+
+    has_stopped = False
+
+    async def GetTarget(self, request: object, context: object) -> target_pb2.GetTargetResponse:
+        """Answer until it has stopped."""
+        if self.has_stopped:
+            await asyncio.Event().wait()
+        return await super().GetTarget(request, context)
+
+    async def Score(self, requests: Any, context: Any) -> None:  # type: ignore[override]
+        """Stop."""
+        self.has_stopped = True
+        await asyncio.Event().wait()
+
+
+async def test_a_worker_that_stops_is_left_for_one_on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that may be sick is better than one that is silent; waiting for its proof cost a client a second."""
+    monkeypatch.setattr(target, "CHECKS", Checks(after_s=0.1, timeout_s=0.2))
+    silent, sick = Silent(), Scripted()
+    sick.model.name = "sick"
+    async with served(silent, sick) as workers:
+        found = {worker.description.name: worker for worker in workers.pool.in_service if worker.description}
+        found["sick"].round_failed(InternalError())
+        while not found["sick"].is_on_trial:
+            await found["sick"].probe()
+        scorer = workers.open(SESSION, 10)
+        async with asyncio.timeout(target.MIN_ROUND_S / 2):
+            await scorer.score([1, 2], Proposal())
+    assert silent.has_stopped
+    assert sick.requests == [(0, [1, 2])]
 
 
 async def test_a_round_that_always_fails_ends_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
