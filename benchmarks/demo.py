@@ -30,6 +30,10 @@ NEAR_TIES = (
     "  near ties: a pass over several tokens rounds otherwise than a pass over one, which decides between two tokens "
     "that are almost equally probable; either text is the target's"
 )
+NO_DRAFT = (
+    "no draft: the service chooses how many tokens a drafter drafts, and found that with this one, on this machine, "
+    "none is fastest; ask for a number (num_draft_tokens) and it drafts all the same"
+)
 
 console = Console(highlight=False)
 
@@ -96,12 +100,19 @@ def table(results: list[Measured]) -> Table:
         figures.add_row(
             result.configuration.name,
             f"{result.median_tokens_per_s:.1f}",
-            f"{result.acceptance_rate:.2f}" if result.acceptance_rate else "-",
+            accepted(result),
             f"{result.tokens_per_round:.2f}",
             f"{result.ms_per_round('total_s'):.1f}",
             f"{middle:.2f} ({low:.2f} - {high:.2f})",
         )
     return figures
+
+
+def accepted(result: Measured) -> str:
+    """Return the acceptance rate in words."""
+    if result.configuration is PLAIN:
+        return "-"
+    return f"{result.acceptance_rate:.2f}" if result.has_drafted else "no draft"
 
 
 async def demo(served: Served) -> bool:
@@ -120,6 +131,8 @@ async def demo(served: Served) -> bool:
         results = await measure(client, prompts, compared, greedy)
         agreed = [compare(prompts, results[0], result) for result in results[1:]]
         console.print(table(results))
+        if not all(result.has_drafted for result in results[1:]):
+            console.print(NO_DRAFT, style="dim")
         console.print(f"target {model.target.dtype} on {model.target.device}; {hardware()}", style="dim")
     return all(agreed)
 

@@ -83,8 +83,13 @@ class Measured:
         return statistics.median(self.tokens_per_s)
 
     @property
+    def has_drafted(self) -> bool:
+        """Whether any round had a draft."""
+        return self._sum("num_draft_tokens") > 0
+
+    @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted."""
+        """Accepted over drafted; 0 where nothing was drafted."""
         drafted = self._sum("num_draft_tokens")
         return self._sum("num_accepted_tokens") / drafted if drafted else 0.0
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks import demo
-from benchmarks.measure import Configuration, Measured, busy_cores
+from benchmarks.measure import PLAIN, Configuration, Measured, busy_cores
 from specdec import SpeculationParams
 
 PROMPTS: Any = [SimpleNamespace(name="a.py")]
@@ -38,3 +38,11 @@ def test_busy_cores_are_named() -> None:
     assert busy_cores(2.1, 2) == (
         "other programs use these cores (load average 2.1, 2 cores); the figures are unreliable"
     )
+
+
+@pytest.mark.parametrize(("counts", "said"), [((0, 0), "no draft"), ((8, 0), "0.00"), ((8, 6), "0.75")])
+def test_a_drafter_that_drafts_nothing_is_told_from_one_whose_drafts_fail(counts: tuple[int, int], said: str) -> None:
+    drafted, accepted = counts
+    statistics: Any = SimpleNamespace(num_draft_tokens=drafted, num_accepted_tokens=accepted)
+    assert demo.accepted(Measured(Configuration("a head", SpeculationParams()), statistics=[statistics])) == said
+    assert demo.accepted(Measured(PLAIN, statistics=[statistics])) == "-"
