@@ -14,11 +14,13 @@ from specdec.engine.decoder import Decoder, PackedRow, TransformersDecoder
 from specdec.engine.errors import CacheFull, ModelRefused, where_raised
 from specdec.engine.fused import FusedDecoder, has_fused_forward
 from specdec.engine.model import LanguageModel, ModelFacts
+from specdec.engine.paged import PagedBackend
 from specdec.engine.pool import LayerShape
 from specdec.engine.pretrained import choose_device, load_pretrained, num_embeddings
 from specdec.engine.quantized import Quantization, quantize
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
+from specdec.engine.varlen import FLASH_PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +48,25 @@ def load_language_model(
     kv_cache_bytes: int,
     layers: Sequence[int] = (),
     quantization: Quantization | None = None,
-    block_tokens: int = BLOCK_TOKENS,
+    block_tokens: int | None = None,
     self_check: bool = True,
     new_backend: NewBackend | None = None,
 ) -> LanguageModel:
     """Load a transformers causal LM by hub id or local folder.
 
     `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
-    computes it faster). The cache takes `kv_cache_bytes` bytes. With `layers`, only these layers are loaded; with
+    computes it faster). The cache takes `kv_cache_bytes` bytes, in blocks of `block_tokens` tokens, 32 by default, on
+    GPUs 256. With `layers`, only these layers are loaded; with
     `quantization`, weights are rounded once the model has passed its check: it is another model then. Unless
     `new_backend` says otherwise, one in int8 attends so that no position depends on its batch. Only safetensors weights
     are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot be loaded or served
     exactly, CacheFull when the bytes are less than one block or cannot be allocated.
     """
+    chosen = choose_device(device)
     by_default = _rowwise_backend if quantization == "int8" else _backend
+    block_tokens = block_tokens or (FLASH_PAGE_TOKENS if chosen.type == "cuda" else BLOCK_TOKENS)
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default)
-    model = _load(options, choose_device(device), dtype, layers)
+    model = _load(options, chosen, dtype, layers)
     if new_backend is None and lacks_kernel(model.device, model.dtype):
         remedy = "install a C compiler, then install specdec again; until then attention is slower"
         logger.warning("attention_kernel_missing", extra={"model": name_or_path, "remedy": remedy})
@@ -71,6 +76,8 @@ def load_language_model(
 
 
 def _backend(shapes: Sequence[LayerShape], options: PoolOptions) -> AttentionBackend:
+    if options.device.type == "cuda":
+        return PagedBackend(shapes, options)
     return CompiledBackend(shapes, options) if has_kernel(options) else SdpaBackend(shapes, options)
 
 
