@@ -13,6 +13,7 @@ from specdec.engine.compiled import CompiledBackend, RowwiseCompiledBackend, has
 from specdec.engine.decoder import Decoder, PackedRow, TransformersDecoder
 from specdec.engine.errors import CacheFull, ModelRefused, where_raised
 from specdec.engine.fused import FusedDecoder, has_fused_forward
+from specdec.engine.graphs import CudaRecorder, Graphs
 from specdec.engine.model import LanguageModel, ModelFacts
 from specdec.engine.paged import PagedBackend
 from specdec.engine.pool import LayerShape
@@ -72,6 +73,8 @@ def load_language_model(
         logger.warning("attention_kernel_missing", extra={"model": name_or_path, "remedy": remedy})
     if quantization:
         quantize(model.decoder, quantization, name_or_path)
+    if isinstance(model.backend, PagedBackend) and chosen.type == "cuda":
+        model.replay(Graphs(model.decoder, model.backend, CudaRecorder(), model.context_length))
     return model
 
 

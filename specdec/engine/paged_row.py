@@ -52,14 +52,27 @@ class PagedRow:
             self.trees.append(Entry(range(root, len(self.slots)), segment.tree_start, pages))
             self.parents.append(segment.parents)
 
+    def pad(self, num_tokens: int, num_sequences: int, max_each: int, page: int) -> None:
+        """Fill up to so many tokens and sequences; what is filled in reads and writes `page`, no sequence's own."""
+        while len(self.chains) < num_sequences:
+            begin = len(self.slots)
+            rows = range(begin, min(num_tokens, begin + max_each))
+            self.slots += [page * self.page_tokens + row % self.page_tokens for row in rows]
+            self.positions += [0] * len(rows)
+            num_seen = max(1, len(rows))  # see `varlen.py`: every sequence has a key
+            self.chains.append(Entry(rows, num_seen, [page] * self._num_pages(num_seen)))
+
     @property
     def max_pages(self) -> int:
         """Pages of the entry that sees the most tokens."""
-        return max(-(-entry.num_seen // self.page_tokens) for entry in chain(self.chains, self.trees))
+        return max(self._num_pages(entry.num_seen) for entry in chain(self.chains, self.trees))
 
-    def numbers(self) -> dict[str, Numbers]:
-        """Return everything that the forward's attention depends on, by name."""
-        return dict(self._numbers(self.max_pages))
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def numbers(self, num_pages: int | None = None) -> dict[str, Numbers]:
+        """Return everything that the forward's attention depends on, by name; tables are `num_pages` wide."""
+        return dict(self._numbers(num_pages or self.max_pages))
 
     def _numbers(self, num_pages: int) -> Iterator[tuple[str, Numbers]]:
         yield "slots", _numbers(self.slots)

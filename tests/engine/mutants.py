@@ -21,7 +21,7 @@ from specdec.engine.paged import PagedBackend
 from specdec.engine.paged_pool import PagedPool
 from specdec.engine.paged_row import PagedRow
 from specdec.engine.sdpa import SdpaBackend
-from tests.engine import test_batch_invariance, test_loop, test_loop_trees, test_sequence
+from tests.engine import test_batch_invariance, test_graphs, test_loop, test_loop_trees, test_sequence
 from tests.engine.scenarios import TEXT_LENGTH, check_hidden_states, check_tree_rounds
 from tests.engine.test_sequence import Texts
 from tests.engine.tiny_models import ReferenceModel, load
@@ -142,6 +142,20 @@ def one_key_less(original: Original) -> Any:
 def wider_window(original: Original) -> Any:
     """Let each token see the one that has just left its window."""
     return lambda self, query, layer, options: original(self, query, layer, replace(options, window=options.window + 1))
+
+
+def recorded_batches() -> None:
+    """Compare recorded forwards of batches of every size with the reference."""
+    test_graphs.check_batches(*test_graphs.recorded(folder("llama")), reference("llama"))
+
+
+def filled_once(original: Original) -> Any:
+    def fill(self: Any, numbers: Any) -> None:
+        if not hasattr(self, "is_filled"):
+            original(self, numbers)
+        self.is_filled = True
+
+    return fill
 
 
 def first_child(parents: Sequence[int], tree_tokens: Sequence[int], root: int, tokens: Sequence[int]) -> list[int]:
@@ -273,6 +287,18 @@ MUTANTS = [
         "specdec.engine.paged_pool.PagedPool.compact",
         lambda _: lambda *arguments: None,
         trees_of("llama", PagedBackend),
+    ),
+    Mutant(
+        "graphs: padding is written to a sequence's page",
+        "specdec.engine.paged_row.PagedRow.pad",
+        lambda original: lambda self, *sizes: original(self, *sizes[:-1], self.chains[0].pages[0]),
+        recorded_batches,
+    ),
+    Mutant(
+        "graphs: a replay reads what was there when it was recorded",
+        "specdec.engine.paged_row.DeviceNumbers.fill",
+        filled_once,
+        recorded_batches,
     ),
     Mutant("activations share a scale", "specdec.engine.quantized.digits_of", one_scale_for_all, bits_in_batches),
     Mutant(
