@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 EACH = (1, 8, 64)  # tokens of one sequence: plain decoding, a chain of drafts, the longest round
 MAX_EACH = EACH[-1]
-TOKENS = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 32))
+TOKENS = (1, 2, 4, *range(8, 64, 8), *range(64, 513, 32))
 SEQUENCES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 MIN_PAGES = 4  # of a page table; wider ones double
 MAX_GRAPHS = 64  # each keeps the logits of all its tokens on the device; what comes later is not recorded
@@ -60,7 +60,8 @@ class CudaRecorder:
                 run()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # other threads, which have no part in it, may go on using the device
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             output = run()
 
         def replay() -> DecoderOutput:

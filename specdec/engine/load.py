@@ -65,7 +65,7 @@ def load_language_model(
     """
     chosen = choose_device(device)
     by_default = _rowwise_backend if quantization == "int8" else _backend
-    block_tokens = block_tokens or (FLASH_PAGE_TOKENS if chosen.type == "cuda" else BLOCK_TOKENS)
+    block_tokens = block_tokens or _block_tokens(chosen)
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default)
     model = _load(options, chosen, dtype, layers)
     if new_backend is None and lacks_kernel(model.device, model.dtype):
@@ -73,7 +73,25 @@ def load_language_model(
         logger.warning("attention_kernel_missing", extra={"model": name_or_path, "remedy": remedy})
     if quantization:
         quantize(model.decoder, quantization, name_or_path)
-    if isinstance(model.backend, PagedBackend) and chosen.type == "cuda":
+    return _recorded(model)
+
+
+def serve_in_memory(
+    pretrained: PreTrainedModel, *, kv_cache_bytes: int, new_backend: NewBackend | None = None
+) -> LanguageModel:
+    """Serve a model that is in memory, unchecked; it is taken apart, and cannot run by itself any more."""
+    block_tokens, name = _block_tokens(pretrained.device), type(pretrained).__name__
+    options = _Options(name, kv_cache_bytes, block_tokens, False, new_backend or _backend)
+    return _recorded(_pack(pretrained, options, fused=has_fused_forward(pretrained)))
+
+
+def _block_tokens(device: torch.device) -> int:
+    return FLASH_PAGE_TOKENS if device.type == "cuda" else BLOCK_TOKENS
+
+
+def _recorded(model: LanguageModel) -> LanguageModel:
+    """Let a GPU replay what a CPU would have to call again and again; after this the model's layers must stay."""
+    if model.device.type == "cuda" and isinstance(model.backend, PagedBackend):
         model.replay(Graphs(model.decoder, model.backend, CudaRecorder(), model.context_length))
     return model
 

@@ -48,11 +48,20 @@ class LanguageModel:
         self.decoder = decoder
         self.cache = KvCache(backend.pool)
         self.backend = backend
-        self._graphs: Graphs | None = None
+        self.graphs: Graphs | None = None  # of the forwards that are replayed
 
     def replay(self, graphs: Graphs) -> None:
-        """Run the forwards that `graphs` takes through it; from now on the decoder must stay as it is."""
-        self._graphs = graphs
+        """Run the forwards that `graphs` takes through it; the decoder must stay as it is from now on."""
+        self.graphs = graphs
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Run all forwards by calls, as if nothing had been recorded."""
+        graphs, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = graphs
 
     @torch.inference_mode()
     def forward(self, feeds: Iterable[Feed]) -> ForwardOutput:
@@ -104,7 +113,7 @@ class LanguageModel:
         return ForwardOutput(logits[:num_rows].float(), _by_feed(feeds, row, states))
 
     def _decoded(self, row: PackedRow, segments: list[Segment]) -> DecoderOutput:
-        output = self._graphs.run(row, segments) if self._graphs else None
+        output = self.graphs.run(row, segments) if self.graphs else None
         if output is not None:
             return output
         with attending(self.backend.plan(segments)):

@@ -182,7 +182,7 @@ class TestBuckets:
         assert bucket_for(self.row(counts, past), ()) == bucket
 
     @pytest.mark.parametrize(
-        ("counts", "parents"), [([65], ()), ([64] * 5, ()), ([4], (0, 0)), ([1] * (TOKENS[-1] + 1), ())]
+        ("counts", "parents"), [([65], ()), ([64] * 9, ()), ([4], (0, 0)), ([1] * (TOKENS[-1] + 1), ())]
     )
     def test_other_forwards_have_no_bucket(self, counts: list[int], parents: tuple[int, ...]) -> None:
         assert bucket_for(self.row(counts, parents=parents), ()) is None
