@@ -28,8 +28,8 @@ class Case:
 
 
 CASES = (
-    Case("one token each", (1,) * 5),
-    Case("one token each, with sums", (1,) * 5, wants_lse=True),
+    Case("one token each", (1,) * 5, (-1, -1)),
+    Case("one token each, with sums", (1,) * 5, (-1, -1), wants_lse=True),
     Case("one token each, in a window", (1,) * 5, (99, 0)),
     Case("chains", (1, 6, 6, 6, 6)),
     Case("chains, with sums", (1, 6, 6, 6, 6), wants_lse=True),

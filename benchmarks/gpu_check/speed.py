@@ -15,7 +15,7 @@ from benchmarks.gpu_check.models import LARGE, SMALL, layer_bytes, random_model
 from benchmarks.gpu_check.place import Place
 from benchmarks.gpu_check.report import Report, table
 from specdec.engine import Feed, LanguageModel, LayerShape
-from specdec.exact.sampling import SamplingContext, draw_dense, next_token_distributions
+from specdec.exact.sampling import SamplingContext, draw_dense, next_token_distributions, on_cpu
 from specdec.types import SamplingParams
 
 NUM_DRAFT_TOKENS = (0, 5)
@@ -115,11 +115,11 @@ def _sessions(model: LanguageModel, batch: int, cached_tokens: int) -> Iterator[
     for sequence in sequences:
         model.forward([Feed(sequence, [5] * cached_tokens, 0)])
 
-    def forward(num_tokens: int) -> list[int]:
+    def forward(num_tokens: int) -> torch.Tensor:
         logits = model.forward([Feed(sequence, [5] * num_tokens, num_tokens) for sequence in sequences]).logits
         contexts = [SamplingContext(SamplingParams(temperature=1, seed=1))] * len(logits)
         distributions = next_token_distributions(logits, contexts, logits.shape[1])
-        tokens, _ = draw_dense(distributions, [0.5] * len(logits))
+        tokens, _ = on_cpu(*draw_dense(distributions, [0.5] * len(logits)))
         for sequence in sequences:
             sequence.truncate(cached_tokens)
         return tokens

@@ -39,7 +39,10 @@ class Recorder(Protocol):
     """What records the work of a function on the device."""
 
     def record(self, run: Run) -> Run:
-        """Return what does again what `run` did, with what then lies in its inputs, and returns the same tensors."""
+        """Return what does again what `run` did, with what then lies in its inputs, and returns the same tensors.
+
+        The caller keeps `run`, and with it the inputs.
+        """
         ...
 
 
@@ -103,6 +106,7 @@ class _Graph:
 
     numbers: DeviceNumbers
     replay: Run
+    recorded: Run  # holds what else the graph reads: it has only its address
 
 
 class Graphs:
@@ -154,7 +158,7 @@ class Graphs:
                 return self._decoder(row)
 
         try:
-            self._graphs[bucket] = _Graph(on_device, self._recorder.record(run))
+            self._graphs[bucket] = _Graph(on_device, self._recorder.record(run), run)
         except RuntimeError as error:  # what torch raises where something cannot be recorded, or memory is short
             self._failed = True
             facts = {"error": type(error).__name__, "where": where_raised(error), "num_graphs": len(self._graphs)}

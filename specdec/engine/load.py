@@ -128,7 +128,8 @@ def _serve(pretrained: PreTrainedModel, options: _Options, *, fused: bool) -> La
     copy = float32_copy(pretrained)
     if copy is not None:
         copy_reference = Reference(copy)
-        copy_reference.check(_pack(copy, replace(options, kv_cache_bytes=CHECK_CACHE_BYTES), fused=fused))
+        small = replace(options, kv_cache_bytes=CHECK_CACHE_BYTES, block_tokens=BLOCK_TOKENS)
+        copy_reference.check(_pack(copy, small, fused=fused))
         del copy
     reference = Reference(pretrained)
     model = _pack(pretrained, options, fused=fused)

@@ -134,8 +134,10 @@ class PagedPlan:
 
     def _attend_chains(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> torch.Tensor:
         """Let each token see what comes before it: [tokens, heads, size] -> [tokens, heads, value_size]."""
-        window = (-1 if options.window is None else options.window - 1, 0)
         calls, sinks = self._chains, options.sinks
+        window = (-1 if options.window is None else options.window - 1, 0)
+        if calls.max_q == 1 and options.window is None:
+            window = (-1, -1)  # the same for a last token, and torch's function then reads a key once for its heads
         if options.softcap is not None:
             spans = window_spans(calls.cu_q, calls.used, len(query), window)
             attended: Attended | torch.Tensor = calls.attend_spans(query, layer, spans, options)

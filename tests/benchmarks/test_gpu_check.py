@@ -1,5 +1,6 @@
 """A short form of `make gpu-check`'s dry run: it goes through everything, and would notice what is wrong."""
 
+import asyncio
 import sys
 import time
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.exactness import save_model
 from benchmarks.gpu_check import __main__ as program
 from benchmarks.gpu_check import equality, kernels, law, speed
 from benchmarks.gpu_check.equality import check_equality
@@ -20,6 +22,7 @@ from specdec.engine import paged, varlen
 from specdec.engine.check import Reference
 from specdec.engine.varlen import window_spans
 from specdec.exact.randomness import acceptance_uniforms
+from specdec.exact.sampling import in_one_copy
 from specdec.exact.values import Uniforms
 
 PLACE = Place("cpu")
@@ -95,6 +98,21 @@ def test_wrong_law_is_noticed(report: Report, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(law, "acceptance_uniforms", always)
     check_law(PLACE, report, 300)
     assert len(failed(report)) == 4
+
+
+def test_texts_do_not_depend_on_how_answers_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a batch's answers are copied back at once."""
+    model = PLACE.load(save_model(tmp_path), "float32")
+    copied: list[int] = []
+
+    def at_once(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        copied.append(len(tensors))
+        return in_one_copy(tensors)
+
+    texts = [asyncio.run(law.written(model, 40, *shape)) for shape in law.SHAPES.values()]
+    monkeypatch.setattr("target_service.scorer.on_cpu", at_once)
+    assert [asyncio.run(law.written(model, 40, *shape)) for shape in law.SHAPES.values()] == texts
+    assert set(copied) == {4}
 
 
 def test_measurements_end_in_time(report: Report) -> None:
