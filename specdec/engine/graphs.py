@@ -4,8 +4,8 @@ A forward goes into the smallest bucket that holds its tokens and sequences; wha
 to a page of its own and whose outputs are dropped. All that changes from forward to forward lies in one vector of
 numbers (`DeviceNumbers`), which one copy fills: tokens, positions, slots, page tables, lengths, and the wanted rows.
 
-Forwards with a tree, or with more than MAX_EACH tokens of one sequence, run as they always do. So does everything once
-recording has failed, as it does where a model's forward depends on numbers that are on the device.
+Forwards with a tree, or with more than MAX_EACH tokens of one sequence, are not recorded. Once recording has failed, as
+it does where a model's forward depends on numbers that are on the device, no others are.
 """
 
 import logging
@@ -127,7 +127,7 @@ class Graphs:
         """Run a forward, or return None where it is not one that is recorded."""
         paged = self._backend.row(segments)
         bucket = bucket_for(paged, row.hidden_layers)
-        if bucket is None or self._failed or (bucket not in self._graphs and len(self._graphs) >= MAX_GRAPHS):
+        if bucket is None or (bucket not in self._graphs and (self._failed or len(self._graphs) >= MAX_GRAPHS)):
             return None
         numbers = _numbers(row, paged, bucket, self._backend.pool.scratch_page)
         graph = self._graphs.get(bucket)

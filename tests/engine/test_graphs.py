@@ -144,6 +144,34 @@ def test_failed_recording_leaves_plain_forwards(tmp_path: Path, caplog: pytest.L
     assert (record.levelno, record.__dict__["error"]) == (logging.WARNING, "RuntimeError")
 
 
+@pytest.mark.parametrize("limit", ["failure", "number"])
+def test_what_was_recorded_is_replayed_still(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class RefusesChains(Repeater):
+        def record(self, run: Run) -> Run:
+            if graphs.buckets and limit == "failure":
+                raise RuntimeError("out of memory")
+            replay = super().record(run)
+
+            def counted() -> DecoderOutput:
+                replays.append(1)
+                return replay()
+
+            return counted
+
+    if limit == "number":
+        monkeypatch.setattr("specdec.engine.graphs.MAX_GRAPHS", 1)
+    replays: list[int] = []
+    folder = architectures.build("llama", tmp_path)
+    model, graphs = recorded(folder, RefusesChains())
+    text = random_tokens(1, 8)
+    rows = [
+        model.forward([Feed(model.cache.open("a"), piece, len(piece))]).logits
+        for piece in (text[:1], text[1:4], text[4:5], text[5:])
+    ]
+    assert_close(torch.cat(rows), ReferenceModel(folder).logits(text))
+    assert (len(graphs.buckets), len(replays)) == (1, 2)
+
+
 def test_repeated_function_fills_the_same_tensors() -> None:
     number = torch.zeros(1)
 
