@@ -4,8 +4,6 @@ Without a GPU, or with `--device cpu`, it is a dry run: the same code on models 
 """
 
 import argparse
-import logging
-import os
 import sys
 import time
 from pathlib import Path
@@ -31,8 +29,6 @@ def main() -> None:
     parser.add_argument("--report", type=Path, default=REPORT, help=f"where it is written (default: {REPORT})")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no measurement begins (default: 8)")
     flags = parser.parse_args()
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    logging.getLogger("transformers").setLevel(logging.ERROR)
     began = time.perf_counter()
     report = checked(Place(choose_device(flags.device).type), began + 60 * flags.minutes)
     flags.report.parent.mkdir(parents=True, exist_ok=True)

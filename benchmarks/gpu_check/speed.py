@@ -28,14 +28,13 @@ class Load:
     """What is measured."""
 
     shape: dict[str, Any]
-    batches: tuple[int, ...]
-    cached_tokens: int  # of each session
+    batches: tuple[tuple[int, int], ...]  # sessions, and the tokens that each holds
     repetitions: int
-    profiled_batch: int
+    profiled: tuple[int, int]
 
 
-FULL = Load(LARGE, (1, 4, 16, 64), 512, 20, 16)
-DRY = Load(SMALL, (1, 4), 40, 3, 4)
+FULL = Load(LARGE, ((1, 512), (4, 512), (16, 512), (64, 512), (1, 8192), (4, 8192)), 20, (16, 512))
+DRY = Load(SMALL, ((1, 40), (4, 40), (1, 300)), 3, (4, 40))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +56,24 @@ def measure(place: Place, report: Report, load: Load, end_s: float) -> None:
     bandwidth = place.bandwidth()
     subject = _subject(place, load)
     rows, left_out = [], 0
-    for batch in load.batches:
+    for batch, cached_tokens in load.batches:
         for num_draft_tokens in NUM_DRAFT_TOKENS:
             if time.perf_counter() > end_s:
                 left_out += 1
                 continue
-            with report.part(f"speed of {batch} sessions, K = {num_draft_tokens}"):
-                rows.append(_row(place, subject, load, batch, num_draft_tokens, bandwidth))
+            with report.part(f"speed of {batch} sessions of {cached_tokens}, K = {num_draft_tokens}"):
+                rows.append(_row(place, subject, load.repetitions, (batch, cached_tokens), num_draft_tokens, bandwidth))
                 print("  " + " | ".join(rows[-1]), flush=True)
-    titles = ("sessions", "K", "forward, ms", "called, not replayed, ms", "bound, ms", "of the bound", "positions/s")
+    titles = (
+        "sessions",
+        "tokens of each",
+        "K",
+        "forward, ms",
+        "called, not replayed, ms",
+        "bound, ms",
+        "of the bound",
+        "positions/s",
+    )
     report.sections.append(("Speed", f"{_explained(subject, load, bandwidth, left_out)}\n\n{table(titles, rows)}"))
     with report.part("profile"):
         report.sections.append(("Profile", _profiled(place, subject, load)))
@@ -76,7 +84,7 @@ def _subject(place: Place, load: Load) -> Subject:
     shape = load.shape
     size = shape["hidden_size"] // shape["num_attention_heads"]
     one_layer = LayerShape(shape["num_key_value_heads"], size, size).num_bytes(torch.bfloat16)
-    pages = max(load.batches) * (load.cached_tokens // 256 + 2)
+    pages = max(batch * (cached_tokens // 256 + 2) for batch, cached_tokens in load.batches)
     cache_bytes = pages * 256 * one_layer  # of one layer
     ends = 2 * 2 * shape["vocab_size"] * shape["hidden_size"]
     fitting = int((MEMORY_SHARE * place.num_bytes - ends) // (layer_bytes(shape) + cache_bytes))
@@ -90,22 +98,22 @@ def _subject(place: Place, load: Load) -> Subject:
 
 
 def _row(
-    place: Place, subject: Subject, load: Load, batch: int, num_draft_tokens: int, bandwidth: float
+    place: Place,
+    subject: Subject,
+    repetitions: int,
+    sessions: tuple[int, int],
+    num_draft_tokens: int,
+    bandwidth: float,
 ) -> tuple[str, ...]:
     model, num_tokens = subject.model, num_draft_tokens + 1
-    with _sessions(model, batch, load.cached_tokens) as forward_of:
-        replayed = _median_s(place, lambda: forward_of(num_tokens), load.repetitions)
+    with _sessions(model, *sessions) as forward_of:
+        replayed = _median_s(place, lambda: forward_of(num_tokens), repetitions)
         with model.called():
-            called = _median_s(place, lambda: forward_of(num_tokens), load.repetitions)
-    bound = subject.bound_s(batch, load.cached_tokens, bandwidth)
+            called = _median_s(place, lambda: forward_of(num_tokens), repetitions)
+    bound = subject.bound_s(*sessions, bandwidth)
     times = (f"{1000 * seconds:.2f}" for seconds in (replayed, called, bound))
-    return (
-        str(batch),
-        str(num_draft_tokens),
-        *times,
-        f"{bound / replayed:.0%}",
-        f"{batch * num_tokens / replayed:.0f}",
-    )
+    counts = map(str, (*sessions, num_draft_tokens))
+    return (*counts, *times, f"{bound / replayed:.0%}", f"{sessions[0] * num_tokens / replayed:.0f}")
 
 
 @contextmanager
@@ -144,8 +152,8 @@ def _explained(subject: Subject, load: Load, bandwidth: float, left_out: int) ->
     cut = "" if num_layers == shape["num_hidden_layers"] else f" (of {shape['num_hidden_layers']}: more do not fit)"
     text = (
         f"A random Llama in bfloat16: {num_layers} layers{cut}, width {shape['hidden_size']}, vocabulary "
-        f"{shape['vocab_size']}, {subject.weight_bytes / 1e9:.2f} GB read a forward. Each session holds "
-        f"{load.cached_tokens} tokens and has K + 1 scored; a row is the median of {load.repetitions} forwards with a "
+        f"{shape['vocab_size']}, {subject.weight_bytes / 1e9:.2f} GB read a forward. Each session has "
+        f"K + 1 tokens scored after those that it holds; a row is the median of {load.repetitions} forwards with a "
         f"draw at every position. The bound is those bytes, and the cache's, at {bandwidth / 1e9:.0f} GB/s, at which "
         "this device copies."
     )
@@ -155,7 +163,7 @@ def _explained(subject: Subject, load: Load, bandwidth: float, left_out: int) ->
 def _profiled(place: Place, subject: Subject, load: Load) -> str:
     """Return what took the most time in some forwards with K = 5."""
     activities = [ProfilerActivity.CPU] if place.is_dry else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    with _sessions(subject.model, load.profiled_batch, load.cached_tokens) as forward_of:
+    with _sessions(subject.model, *load.profiled) as forward_of:
         forward_of(6)
         with profile(activities=activities) as profiled:
             for _ in range(PROFILED_FORWARDS):
@@ -163,5 +171,6 @@ def _profiled(place: Place, subject: Subject, load: Load) -> str:
             place.synchronize()
     key = "self_cpu_time_total" if place.is_dry else "self_device_time_total"
     found = profiled.key_averages().table(sort_by=key, row_limit=PROFILE_ROWS, max_name_column_width=60)
-    head = f"{PROFILED_FORWARDS} forwards of {load.profiled_batch} sessions with K = 5, replayed."
+    batch, cached_tokens = load.profiled
+    head = f"{PROFILED_FORWARDS} forwards of {batch} sessions of {cached_tokens} tokens with K = 5, replayed."
     return f"{head}\n\n```text\n{found.strip()}\n```"

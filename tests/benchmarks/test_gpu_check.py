@@ -47,7 +47,7 @@ def failed(report: Report) -> set[str]:
 def test_report_has_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(equality, "DRY", SHORT)
     monkeypatch.setattr(program, "NUM_DRY_TEXTS", 100)
-    monkeypatch.setattr(speed, "DRY", replace(speed.DRY, batches=(1, 2), repetitions=1, profiled_batch=1))
+    monkeypatch.setattr(speed, "DRY", replace(speed.DRY, batches=((1, 20), (2, 30)), repetitions=1, profiled=(1, 9)))
     path = tmp_path / "deep" / "gpu.md"
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--report", str(path)])
     with pytest.raises(SystemExit) as ended:
@@ -56,7 +56,7 @@ def test_report_has_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ended.value.code == 0
     assert "**A dry run on a CPU.**" in page
     assert page.count("| yes |") == 17
-    assert all(f"\n| {batch} | {k} | " in page for batch in (1, 2) for k in (0, 5))
+    assert all(f"\n| {sessions} | {k} | " in page for sessions in ("1 | 20", "2 | 30") for k in (0, 5))
     assert "every check held" in page
     assert "aten::" in page
 
@@ -116,13 +116,13 @@ def test_texts_do_not_depend_on_how_answers_are_copied(tmp_path: Path, monkeypat
 
 
 def test_measurements_end_in_time(report: Report) -> None:
-    speed.measure(PLACE, report, replace(speed.DRY, profiled_batch=1), time.perf_counter())
-    assert "4 rows were left out: time was up" in report.sections[0][1]
+    speed.measure(PLACE, report, replace(speed.DRY, profiled=(1, 9)), time.perf_counter())
+    assert "6 rows were left out: time was up" in report.sections[0][1]
 
 
 def test_layers_that_do_not_fit_are_left_out(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Place, "num_bytes", property(lambda self: 3 << 20))
-    load = replace(speed.DRY, shape={**speed.DRY.shape, "num_hidden_layers": 9}, batches=(1,), profiled_batch=1)
+    load = replace(speed.DRY, shape={**speed.DRY.shape, "num_hidden_layers": 9}, batches=((1, 40),), profiled=(1, 9))
     speed.measure(PLACE, report, load, time.perf_counter())
     assert "layers (of 9: more do not fit)" in report.sections[0][1]
 
