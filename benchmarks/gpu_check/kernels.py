@@ -47,21 +47,9 @@ def check_kernels(place: Place, report: Report) -> None:
 
 
 def _check(place: Place, report: Report, case: Case) -> None:
-    generator = torch.Generator().manual_seed(1)
-    counts = [-(-seen // FLASH_PAGE_TOKENS) for seen in SEEN]
-    pages = torch.split(torch.randperm(sum(counts), generator=generator), counts)
-    tables = torch.zeros(len(SEEN), max(counts), dtype=torch.int32)
-    for table, own in zip(tables, pages, strict=True):
-        table[: len(own)] = own
-    shape = (sum(counts), FLASH_PAGE_TOKENS, KV_HEADS, SIZE)
-    query = torch.randn(sum(case.num_queries), HEADS, SIZE, generator=generator)
-    query, key, value = (
-        tensor.to(place.device, torch.bfloat16)
-        for tensor in (query, *(torch.randn(shape, generator=generator) for _ in range(2)))
-    )
+    query, key, value, tables = (tensor.to(place.device) for tensor in _inputs(sum(case.num_queries)))
     cu_q, cu_k = (torch.tensor([0, *each]).cumsum(0).int().to(place.device) for each in (case.num_queries, SEEN))
-    used, tables = torch.tensor(SEEN, dtype=torch.int32, device=place.device), tables.to(place.device)
-    longest = max(case.num_queries)
+    used, longest = torch.tensor(SEEN, dtype=torch.int32, device=place.device), max(case.num_queries)
     found = varlen_attn(
         query,
         key,
@@ -83,3 +71,15 @@ def _check(place: Place, report: Report, case: Case) -> None:
     worst = max(float((ours - theirs).abs().max()) for ours, theirs in ((output.float(), plain[0]), (lse, plain[1])))
     by = "torch's function" if takes_flash(query, key, value) else "plain steps"
     report.add(f"attention: {case.name}", worst <= MAX_DIFFERENCE, f"{by}, largest difference {worst:.1e}")
+
+
+def _inputs(num_queries: int) -> tuple[torch.Tensor, ...]:
+    """Return random queries, pages of keys and of values, and the tables of the sequences' pages, in no order."""
+    generator = torch.Generator().manual_seed(1)
+    counts = [-(-seen // FLASH_PAGE_TOKENS) for seen in SEEN]
+    tables = torch.zeros(len(SEEN), max(counts), dtype=torch.int32)
+    pages = torch.split(torch.randperm(sum(counts), generator=generator), counts)
+    for table, own in zip(tables, pages, strict=True):
+        table[: len(own)] = own
+    shapes = (num_queries, HEADS, SIZE), *[(sum(counts), FLASH_PAGE_TOKENS, KV_HEADS, SIZE)] * 2
+    return *(torch.randn(shape, generator=generator).bfloat16() for shape in shapes), tables

@@ -74,15 +74,28 @@ def varlen_attn(
             block_table=block_table,
             num_splits=num_splits,
         )
+    keys = (cu_seq_k, max_k, seqused_k, block_table)
+    output, lse = _plainly(query, key, value, cu_seq_q, max_q, keys, scale, window_size)
+    return (output, lse) if wants_lse else output
+
+
+def _plainly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    max_q: int,
+    keys: tuple[torch.Tensor | None, int, torch.Tensor | None, torch.Tensor | None],
+    scale: float | None,
+    window_size: tuple[int, int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend as `varlen_attn`, whose `cu_seq_k`, `max_k`, `seqused_k` and `block_table` are the `keys`."""
+    cu_seq_k, max_k, seqused_k, block_table = keys
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    used = _num_used(cu_seq_k, seqused_k)
-    spans = window_spans(cu_seq_q, used, query.shape[0], window_size)
+    spans = window_spans(cu_seq_q, _num_used(cu_seq_k, seqused_k), query.shape[0], window_size)
     places = _pages(cu_seq_k, max_k, len(key)) if block_table is None else block_table.long()
     output, lse = _attend_rows(query, key, value, cu_seq_q, max_q, spans, places, scale=scale, softcap=None)
-    output = output.to(query.dtype)
-    if not wants_lse:
-        return output
-    return output, torch.where(torch.isinf(lse), torch.inf, lse).T.contiguous()
+    return output.to(query.dtype), torch.where(torch.isinf(lse), torch.inf, lse).T.contiguous()
 
 
 def takes_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
