@@ -11,6 +11,8 @@ IMAGE_CHECK_ARGS ?=
 MODEL ?=
 # options of bench, such as --drafters, --kinds, --prompts and --json (benchmarks/bench.py)
 BENCH_ARGS ?=
+# options of gpu-check: --device cpu for a dry run, --report PATH, --minutes
+GPU_CHECK_ARGS ?=
 # how many worlds `make simulate` runs, and its options, such as --jobs, --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
@@ -40,7 +42,7 @@ NODE_FOLDERS := clients/typescript tests/gateway/openai_npm
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients docs simulate fuzz chaos rolling-update smollm2 demo exactness bench image image-check clean
+.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients docs simulate fuzz chaos rolling-update smollm2 demo exactness bench gpu-check image image-check clean
 .SILENT:
 
 help: ## This list
@@ -153,6 +155,9 @@ exactness: setup ## Show that the text has exactly the target's distribution
 
 bench: setup $(MODEL) ## Measure speed over drafters and loads; MODEL=smollm2: over kinds of instructions
 	$(BIN)/python -m benchmarks.bench $(addprefix --model ,$(MODEL)) $(BENCH_ARGS)
+
+gpu-check: setup ## Compare a GPU with the CPU, test the law there, measure speeds; writes docs/gpu-check.md; without one, a dry run
+	$(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK_ARGS)
 
 image: ## Build the container images, also those with the demo pair inside
 	for name in $(IMAGES); do \

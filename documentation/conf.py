@@ -27,7 +27,7 @@ html_theme_options = {"navigation_with_keys": True}
 PAGES = {
     "Begin": ("start", "concepts", "drafters", "client"),
     "Run": ("deploy", "operate", "security", "configuration"),
-    "Understand": ("architecture", "benchmarks", "quantization"),
+    "Understand": ("architecture", "benchmarks", "gpu-check", "quantization"),
     "Take part": ("contributing", "changelog"),
 }
 PICTURE = re.compile(

@@ -21,6 +21,7 @@ from specdec.exact.sampling import (
     drop_padding,
     is_finite,
     next_token_distributions,
+    on_cpu,
     top_tokens,
 )
 from specdec.exact.tree import chain_parents, children_of, path_to, union
@@ -144,8 +145,7 @@ class Scorer:
             return
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
         distributions = next_token_distributions(scored, contexts, self._vocab_size)
-        finite = is_finite(distributions)
-        answers = _target_distributions(tasks, distributions)
+        finite, answers = _target_distributions(tasks, distributions)
         for task, rows, (begin, end) in zip(tasks, rows_of, _spans(tasks), strict=True):
             if not all(finite[begin:end]):
                 message = "the model's logits for this session are not finite; restart it, or its worker"
@@ -181,22 +181,28 @@ def _spans(tasks: Iterable[ScoreTask]) -> Iterable[tuple[int, int]]:
     return pairwise(accumulate((task.num_positions for task in tasks), initial=0))
 
 
-def _target_distributions(tasks: Sequence[ScoreTask], rows: torch.Tensor) -> list[TargetDistribution]:
-    """Read the unions from rows [sum of N + 1, V], then draw one token a row from the rest; rows are overwritten."""
+def _target_distributions(
+    tasks: Sequence[ScoreTask], rows: torch.Tensor
+) -> tuple[list[bool], list[TargetDistribution]]:
+    """Read the unions from rows [sum of N + 1, V], then draw one token a row from the rest; rows are overwritten.
+
+    Also say of each row whether it is a distribution. On a GPU all of this is copied back at once.
+    """
     unions = [token_ids for task in tasks for token_ids in task.round.unions()]
     inside = _indices(unions, rows.device)
-    support_probs = rows[inside].tolist()
+    finite, support_probs = is_finite(rows), rows[inside]
     rows[inside] = 0
     draws = [
         uniform
         for task in tasks
         for uniform in uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
     ]
-    tail_tokens, masses = draw_dense(rows, draws)
+    answers = (finite, support_probs, *draw_dense(rows, draws))
+    is_distribution, probs, tail_tokens, masses = (answer.tolist() for answer in on_cpu(*answers))
     tail_masses = np.array(masses, codec.FLOAT32).tolist()  # as they are shipped: what is decided by them, is the same
     cuts = pairwise(accumulate(map(len, unions), initial=0))
-    probs = [support_probs[begin:end] for begin, end in cuts]
-    return list(map(TargetDistribution, probs, tail_masses, tail_tokens))
+    probs_of = [probs[begin:end] for begin, end in cuts]
+    return is_distribution, list(map(TargetDistribution, probs_of, tail_masses, tail_tokens))
 
 
 def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,15 +11,18 @@ from transformers import PreTrainedModel
 
 from specdec.engine.linear import pack_linears
 
+Indices = list[int] | torch.Tensor
+"""Whole numbers: in a list, or on the model's device already, where a recorded forward finds them (`graphs.py`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """The new tokens of all sequences, one after the other, and the rows of which outputs are needed."""
 
-    tokens: list[int]
-    positions: list[int]
-    logit_rows: list[int]  # at least one: heads fail on empty input
-    observed_rows: list[int]
+    tokens: Indices
+    positions: Indices
+    logit_rows: Indices  # at least one: heads fail on empty input; as many as tokens: all rows, in order
+    observed_rows: Indices
     hidden_layers: tuple[int, ...]  # ascending
 
 
@@ -41,6 +44,15 @@ class Decoder(Protocol):
         """Put what `replace` returns in place of each linear layer; it may see other modules, and return them."""
         ...
 
+    def cover(self, num_positions: int) -> None:
+        """Compute what depends on positions alone, for so many: rows whose positions are tensors need it."""
+        ...
+
+
+def on_device(indices: Indices, device: torch.device) -> torch.Tensor:
+    """Return the numbers as a tensor on a device."""
+    return indices if isinstance(indices, torch.Tensor) else torch.tensor(indices, device=device)
+
 
 class TransformersDecoder:
     """Runs transformers' own forward."""
@@ -56,18 +68,21 @@ class TransformersDecoder:
             for name, child in list(parent.named_children()):
                 setattr(parent, name, replace(child))
 
+    def cover(self, num_positions: int) -> None:
+        """See `Decoder`: the model computes its angles in each forward."""
+
     def __call__(self, row: PackedRow) -> DecoderOutput:
         """See `Decoder`."""
         device = self._model.device
-        kept = torch.tensor(row.logit_rows, device=device)
-        packed = torch.tensor([row.tokens, row.positions], device=device)  # [2, tokens]
+        kept = on_device(row.logit_rows, device)
+        tokens, positions = (on_device(indices, device)[None] for indices in (row.tokens, row.positions))
         options: dict[str, Any] = {"logits_to_keep": kept} if self._takes_rows else {}
         if row.hidden_layers:
             options["output_hidden_states"] = True
-        output = self._model(input_ids=packed[:1], position_ids=packed[1:], use_cache=False, **options)
+        output = self._model(input_ids=tokens, position_ids=positions, use_cache=False, **options)
         logits = output.logits[0] if self._takes_rows else output.logits[0, kept]
         if not row.hidden_layers:
             return logits, None
-        observed = torch.tensor(row.observed_rows, device=device)
+        observed = on_device(row.observed_rows, device)
         states = [output.hidden_states[layer][0, observed] for layer in row.hidden_layers]
         return logits, torch.stack(states, dim=1)

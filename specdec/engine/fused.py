@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import AttentionOptions, current_attention
-from specdec.engine.decoder import DecoderOutput, PackedRow, ReplaceLinear
+from specdec.engine.decoder import DecoderOutput, Indices, PackedRow, ReplaceLinear, on_device
 from specdec.engine.linear import pack_linears, try_prepack
 
 FUSED_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -52,6 +52,10 @@ class FusedDecoder:
             layer.replace_linears(replace)
         self._head = replace(self._head)
 
+    def cover(self, num_positions: int) -> None:
+        """See `Decoder`."""
+        self._angles.cover(num_positions)
+
     def __call__(self, row: PackedRow) -> DecoderOutput:
         """See `Decoder`."""
         hidden, states = self._run_layers(row)
@@ -74,8 +78,8 @@ class FusedDecoder:
             states.append(self._norm(hidden[observed]))
         return hidden, states
 
-    def _indices(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, device=self._embeddings.weight.device)
+    def _indices(self, values: Indices) -> torch.Tensor:
+        return on_device(values, self._embeddings.weight.device)
 
 
 class _Layer:
@@ -144,12 +148,19 @@ class _Angles:
         self._like = like
         self._table = like.new_empty(0)  # [positions, cosine and signed sine, 1, head_size]
 
-    def at(self, positions: list[int]) -> tuple[torch.Tensor, ...]:
-        """Return cosines and signed sines [num_tokens, 1, head_size]: a head x turns to x * cos + roll(x) * sin."""
-        end = max(positions) + 1
-        while end > self._table.shape[0]:
+    def at(self, positions: Indices) -> tuple[torch.Tensor, ...]:
+        """Return cosines and signed sines [num_tokens, 1, head_size]: a head x turns to x * cos + roll(x) * sin.
+
+        Positions in a tensor must be covered.
+        """
+        if isinstance(positions, list):
+            self.cover(max(positions) + 1)
+        return self._table.index_select(0, on_device(positions, self._like.device)).unbind(1)
+
+    def cover(self, num_positions: int) -> None:
+        """Compute the first positions, if they are not yet."""
+        while num_positions > self._table.shape[0]:
             self._extend()
-        return self._table.index_select(0, torch.tensor(positions, device=self._like.device)).unbind(1)
 
     def _extend(self) -> None:
         """Compute the next positions, always as many: a kernel's last bits may depend on how many it is given."""

@@ -13,12 +13,15 @@ from specdec.engine.compiled import CompiledBackend, RowwiseCompiledBackend, has
 from specdec.engine.decoder import Decoder, PackedRow, TransformersDecoder
 from specdec.engine.errors import CacheFull, ModelRefused, where_raised
 from specdec.engine.fused import FusedDecoder, has_fused_forward
+from specdec.engine.graphs import CudaRecorder, Graphs
 from specdec.engine.model import LanguageModel, ModelFacts
+from specdec.engine.paged import PagedBackend
 from specdec.engine.pool import LayerShape
 from specdec.engine.pretrained import choose_device, load_pretrained, num_embeddings
 from specdec.engine.quantized import Quantization, quantize
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
+from specdec.engine.varlen import FLASH_PAGE_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -46,31 +49,56 @@ def load_language_model(
     kv_cache_bytes: int,
     layers: Sequence[int] = (),
     quantization: Quantization | None = None,
-    block_tokens: int = BLOCK_TOKENS,
+    block_tokens: int | None = None,
     self_check: bool = True,
     new_backend: NewBackend | None = None,
 ) -> LanguageModel:
     """Load a transformers causal LM by hub id or local folder.
 
     `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
-    computes it faster). The cache takes `kv_cache_bytes` bytes. With `layers`, only these layers are loaded; with
+    computes it faster). The cache takes `kv_cache_bytes` bytes, in blocks of `block_tokens` tokens, 32 by default, on
+    GPUs 256. With `layers`, only these layers are loaded; with
     `quantization`, weights are rounded once the model has passed its check: it is another model then. Unless
     `new_backend` says otherwise, one in int8 attends so that no position depends on its batch. Only safetensors weights
     are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot be loaded or served
     exactly, CacheFull when the bytes are less than one block or cannot be allocated.
     """
+    chosen = choose_device(device)
     by_default = _rowwise_backend if quantization == "int8" else _backend
+    block_tokens = block_tokens or _block_tokens(chosen)
     options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default)
-    model = _load(options, choose_device(device), dtype, layers)
+    model = _load(options, chosen, dtype, layers)
     if new_backend is None and lacks_kernel(model.device, model.dtype):
         remedy = "install a C compiler, then install specdec again; until then attention is slower"
         logger.warning("attention_kernel_missing", extra={"model": name_or_path, "remedy": remedy})
     if quantization:
         quantize(model.decoder, quantization, name_or_path)
+    return _recorded(model)
+
+
+def serve_in_memory(
+    pretrained: PreTrainedModel, *, kv_cache_bytes: int, new_backend: NewBackend | None = None
+) -> LanguageModel:
+    """Serve a model that is in memory, unchecked; it is taken apart, and cannot run by itself any more."""
+    block_tokens, name = _block_tokens(pretrained.device), type(pretrained).__name__
+    options = _Options(name, kv_cache_bytes, block_tokens, False, new_backend or _backend)
+    return _recorded(_pack(pretrained, options, fused=has_fused_forward(pretrained)))
+
+
+def _block_tokens(device: torch.device) -> int:
+    return FLASH_PAGE_TOKENS if device.type == "cuda" else BLOCK_TOKENS
+
+
+def _recorded(model: LanguageModel) -> LanguageModel:
+    """Let a GPU replay what a CPU would have to call again and again; after this the model's layers must stay."""
+    if model.device.type == "cuda" and isinstance(model.backend, PagedBackend):
+        model.replay(Graphs(model.decoder, model.backend, CudaRecorder(), model.context_length))
     return model
 
 
 def _backend(shapes: Sequence[LayerShape], options: PoolOptions) -> AttentionBackend:
+    if options.device.type == "cuda":
+        return PagedBackend(shapes, options)
     return CompiledBackend(shapes, options) if has_kernel(options) else SdpaBackend(shapes, options)
 
 
@@ -100,7 +128,8 @@ def _serve(pretrained: PreTrainedModel, options: _Options, *, fused: bool) -> La
     copy = float32_copy(pretrained)
     if copy is not None:
         copy_reference = Reference(copy)
-        copy_reference.check(_pack(copy, replace(options, kv_cache_bytes=CHECK_CACHE_BYTES), fused=fused))
+        small = replace(options, kv_cache_bytes=CHECK_CACHE_BYTES, block_tokens=BLOCK_TOKENS)
+        copy_reference.check(_pack(copy, small, fused=fused))
         del copy
     reference = Reference(pretrained)
     model = _pack(pretrained, options, fused=fused)

@@ -12,9 +12,10 @@ import torch
 
 from specdec.engine.attention import AttentionBackend, Segment, attending
 from specdec.engine.cache import KvCache
-from specdec.engine.decoder import Decoder, PackedRow
+from specdec.engine.decoder import Decoder, DecoderOutput, PackedRow
 from specdec.engine.errors import EngineError, SequenceTooLong
 from specdec.engine.feed import Feed, ForwardOutput
+from specdec.engine.graphs import Graphs
 from specdec.exact.tree import depths_of
 
 
@@ -46,7 +47,21 @@ class LanguageModel:
         self.device = facts.device
         self.decoder = decoder
         self.cache = KvCache(backend.pool)
-        self._backend = backend
+        self.backend = backend
+        self.graphs: Graphs | None = None  # of the forwards that are replayed
+
+    def replay(self, graphs: Graphs) -> None:
+        """Run the forwards that `graphs` takes through it; the decoder must stay as it is from now on."""
+        self.graphs = graphs
+
+    @contextmanager
+    def called(self) -> Iterator[None]:
+        """Run all forwards by calls, as if nothing had been recorded."""
+        graphs, self.graphs = self.graphs, None
+        try:
+            yield
+        finally:
+            self.graphs = graphs
 
     @torch.inference_mode()
     def forward(self, feeds: Iterable[Feed]) -> ForwardOutput:
@@ -93,10 +108,16 @@ class LanguageModel:
             Segment(feed.sequence.key, feed.sequence.length, len(feed.tokens), tuple(feed.parents)) for feed in feeds
         ]
         row = _packed(feeds, segments)
-        with attending(self._backend.plan(segments)):
-            logits, states = self.decoder(row)
+        logits, states = self._decoded(row, segments)
         num_rows = sum(feed.num_rows for feed in feeds)
         return ForwardOutput(logits[:num_rows].float(), _by_feed(feeds, row, states))
+
+    def _decoded(self, row: PackedRow, segments: list[Segment]) -> DecoderOutput:
+        output = self.graphs.run(row, segments) if self.graphs else None
+        if output is not None:
+            return output
+        with attending(self.backend.plan(segments)):
+            return self.decoder(row)
 
 
 def _check_counts(feed: Feed) -> None:

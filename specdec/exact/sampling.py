@@ -64,7 +64,7 @@ def draft_distributions(
     logits = changed_logits(logits, for_draft(logits, contexts))
     params = [context.sampling for context in contexts]
     if all(param.temperature == 0 for param in params):
-        maximum, position = logits.max(dim=-1)
+        maximum, position = on_cpu(*logits.max(dim=-1))
         return [
             SparseDistribution((token,), (1.0,)) if math.isfinite(value) else SparseDistribution((), ())
             for token, value in zip(position.tolist(), maximum.tolist(), strict=True)
@@ -81,10 +81,9 @@ def _rows(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tenso
     return rows
 
 
-def is_finite(rows: torch.Tensor) -> list[bool]:
-    """Say for each row of [N, V] whether it is a distribution; one that is not fails its own session only."""
-    result: list[bool] = rows.sum(dim=-1).isfinite().tolist()
-    return result
+def is_finite(rows: torch.Tensor) -> torch.Tensor:
+    """Say for each row of [N, V] whether it is a distribution, [N]; one that is not fails its own session only."""
+    return rows.sum(dim=-1).isfinite()
 
 
 def drop_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -270,8 +269,8 @@ def sparse_distributions(rows: torch.Tensor, support_mass: float, support_max: i
 
     What is returned is float32 numbers in Python floats: draw from it, and ship it.
     """
-    probs, ids = rows.topk(min(support_max, rows.shape[-1]), dim=-1)
-    return [_cut(i, p, support_mass) for i, p in zip(ids.tolist(), probs.cpu().numpy(), strict=True)]
+    probs, ids = on_cpu(*rows.topk(min(support_max, rows.shape[-1]), dim=-1))
+    return [_cut(i, p, support_mass) for i, p in zip(ids.tolist(), probs.numpy(), strict=True)]
 
 
 def _cut(ids: list[int], probs: np.ndarray, support_mass: float) -> SparseDistribution:
@@ -293,7 +292,7 @@ def draw(row: SparseDistribution, uniform: float) -> int:
     return row.token_ids[min(position, len(row.token_ids) - 1)]
 
 
-def draw_dense(weights: torch.Tensor, uniforms: Sequence[float]) -> tuple[list[int], list[float]]:
+def draw_dense(weights: torch.Tensor, uniforms: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token a row with probability proportional to weights [N, V]; return tokens [N] and masses [N] (float64).
 
     A row without mass gives token 0 and mass 0.
@@ -305,4 +304,16 @@ def draw_dense(weights: torch.Tensor, uniforms: Sequence[float]) -> tuple[list[i
     # the first index that reaches the full mass is the last token with any: rounding may not step past it
     last = torch.searchsorted(cumulative, mass)
     tokens = torch.minimum(position, last).where(mass > 0, 0)
-    return tokens[:, 0].tolist(), mass[:, 0].tolist()
+    return tokens[:, 0], mass[:, 0]
+
+
+def on_cpu(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors on the CPU; from a GPU they come in one copy, as each copy waits for all that was asked before."""
+    return list(tensors) if tensors[0].device.type == "cpu" else in_one_copy(tensors)
+
+
+def in_one_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors to the CPU side by side: float64 holds every float32, token id and truth value as it is."""
+    together = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
+    parts = torch.split(together, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]

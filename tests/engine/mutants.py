@@ -5,7 +5,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from specdec.engine.attention import NewBackend, Segment
 from specdec.engine.compiled import ROW_NUMBERS, RowwiseCompiledBackend
 from specdec.engine.contiguous import ContiguousPool
 from specdec.engine.decoder import PackedRow
+from specdec.engine.paged import PagedBackend
+from specdec.engine.paged_pool import PagedPool
+from specdec.engine.paged_row import PagedRow
 from specdec.engine.sdpa import SdpaBackend
-from tests.engine import test_batch_invariance, test_loop, test_loop_trees, test_sequence
-from tests.engine.scenarios import check_hidden_states, check_tree_rounds
+from tests.engine import test_batch_invariance, test_graphs, test_loop, test_loop_trees, test_sequence
+from tests.engine.scenarios import TEXT_LENGTH, check_hidden_states, check_tree_rounds
 from tests.engine.test_sequence import Texts
 from tests.engine.tiny_models import ReferenceModel, load
 from tests.support import architectures
@@ -128,6 +131,33 @@ def move_keys_only(self: ContiguousPool, key: str, first: int, slots: Sequence[i
         layer.keys[begin + first : begin + first + len(slots)] = layer.keys[torch.tensor(slots) + begin]
 
 
+def one_key_less(original: Original) -> Any:
+    def add(self: PagedRow, segment: Segment, pool: PagedPool) -> None:
+        original(self, segment, pool)
+        self.trees = [entry._replace(num_seen=max(1, entry.num_seen - 1)) for entry in self.trees]
+
+    return add
+
+
+def wider_window(original: Original) -> Any:
+    """Let each token see the one that has just left its window."""
+    return lambda self, query, layer, options: original(self, query, layer, replace(options, window=options.window + 1))
+
+
+def recorded_batches() -> None:
+    """Compare recorded forwards of batches of every size with the reference."""
+    test_graphs.check_batches(*test_graphs.recorded(folder("llama")), reference("llama"))
+
+
+def filled_once(original: Original) -> Any:
+    def fill(self: Any, numbers: Any) -> None:
+        if not hasattr(self, "is_filled"):
+            original(self, numbers)
+        self.is_filled = True
+
+    return fill
+
+
 def first_child(parents: Sequence[int], tree_tokens: Sequence[int], root: int, tokens: Sequence[int]) -> list[int]:
     path: list[int] = []
     while len(path) < len(tokens) and root in parents:
@@ -207,6 +237,68 @@ MUTANTS = [
         "specdec.engine.contiguous.ContiguousPool.compact",
         lambda _: move_keys_only,
         trees_of("llama"),
+    ),
+    Mutant(
+        "pages: siblings attend to one another",
+        "specdec.engine.paged_row.ancestor_matrix",
+        lambda _: everything_before,
+        trees_of("llama", PagedBackend),
+    ),
+    Mutant(
+        "pages: a tree sees one key too few of the text before it",
+        "specdec.engine.paged_row.PagedRow.add",
+        one_key_less,
+        trees_of("qwen3", PagedBackend),
+    ),
+    Mutant(
+        "pages: the text before a tree counts as much as the tree",
+        "specdec.engine.paged.merged",
+        lambda _: lambda one, other: ((one[0] + other[0]) / 2, one[1]),
+        trees_of("llama", PagedBackend),
+    ),
+    Mutant(
+        "pages: windows are one token too wide",
+        "specdec.engine.paged.PagedPlan._attend_chains",
+        wider_window,
+        trees_of("mistral", PagedBackend),
+    ),
+    Mutant(
+        "pages: trees see no window",
+        "specdec.engine.paged._Trees._attend_before",
+        lambda original: (
+            lambda self, nodes, layer, options: original(self, nodes, layer, replace(options, window=None))
+        ),
+        trees_of("mistral", PagedBackend),
+    ),
+    Mutant(
+        "pages: sinks take nothing",
+        "specdec.engine.paged.with_sinks",
+        lambda _: lambda attended, sinks: attended,
+        trees_of("gpt_oss", PagedBackend),
+    ),
+    Mutant(
+        "pages: what is padded is seen",
+        "specdec.engine.varlen.window_spans",
+        lambda original: lambda *given: (original(*given)[0], original(*given)[1].clamp(min=TEXT_LENGTH + 30)),
+        trees_of("llama", PagedBackend),
+    ),
+    Mutant(
+        "pages: accepted keys and values are not compacted",
+        "specdec.engine.paged_pool.PagedPool.compact",
+        lambda _: lambda *arguments: None,
+        trees_of("llama", PagedBackend),
+    ),
+    Mutant(
+        "graphs: padding is written to a sequence's page",
+        "specdec.engine.paged_row.PagedRow.pad",
+        lambda original: lambda self, *sizes: original(self, *sizes[:-1], self.chains[0].pages[0]),
+        recorded_batches,
+    ),
+    Mutant(
+        "graphs: a replay reads what was there when it was recorded",
+        "specdec.engine.paged_row.DeviceNumbers.fill",
+        filled_once,
+        recorded_batches,
     ),
     Mutant("activations share a scale", "specdec.engine.quantized.digits_of", one_scale_for_all, bits_in_batches),
     Mutant(

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -56,9 +57,11 @@ class Store:
 class CacheMachine(RuleBasedStateMachine):
     """Random operations on several sequences; `held` models what each must contain."""
 
+    new_store: ClassVar[Any] = Store  # a twin for another pool: `test_paged_pool.py`
+
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:
-        self.store = Store(num_blocks)
+        self.store = self.new_store(num_blocks)
         self.cache = self.store.cache
         self.sequences = [self.cache.open(str(index)) for index in range(5)]
         self.held: list[list[int]] = [[] for _ in self.sequences]

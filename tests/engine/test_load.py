@@ -9,14 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.engine import CacheFull, LanguageModel, ModelRefused, load_language_model
+from specdec.engine import CacheFull, Feed, LanguageModel, ModelRefused, load_language_model
 from specdec.engine import fused as fused
-from specdec.engine.attention import AttentionOptions
+from specdec.engine import load as engine_load
+from specdec.engine.attention import AttentionOptions, PoolOptions
 from specdec.engine.fused import FusedDecoder
+from specdec.engine.graphs import Repeater
+from specdec.engine.paged import PagedBackend
 from specdec.engine.pretrained import choose_dtype, looks_like_path
 from specdec.engine.sdpa import Part, SdpaBackend
+from specdec.engine.varlen import FLASH_PAGE_TOKENS
 from tests.engine.scenarios import check_tree_rounds
-from tests.engine.tiny_models import FUSED, KV_CACHE_BYTES, ReferenceModel, load
+from tests.engine.tiny_models import FUSED, KV_CACHE_BYTES, ReferenceModel, assert_close, load
 from tests.support import architectures
 
 
@@ -169,3 +173,29 @@ def test_paths_and_hub_ids_are_distinguished(tmp_path: Path) -> None:
     paths = ["./a", "../a/b", "/a", "~/a", "a/b/c", str(tmp_path)]
     assert all(looks_like_path(path) for path in paths)
     assert not any(looks_like_path(hub_id) for hub_id in ("gpt2", "org/name-of-no-folder"))
+
+
+class TestGpus:
+    """What a GPU gets, as far as it can be said without one."""
+
+    def test_cache_has_pages_that_torchs_function_takes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("specdec.engine.load.PagedBackend", lambda shapes, options: ("pages", options.block_tokens))
+        gpu = torch.device("cuda")
+        assert engine_load._block_tokens(gpu) == FLASH_PAGE_TOKENS
+        options = PoolOptions(1 << 20, FLASH_PAGE_TOKENS, torch.bfloat16, gpu)
+        assert engine_load._backend([], options) == ("pages", FLASH_PAGE_TOKENS)  # type: ignore[comparison-overlap]
+        assert engine_load._block_tokens(torch.device("cpu")) == engine_load.BLOCK_TOKENS
+
+    def test_forwards_are_recorded(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("specdec.engine.load.CudaRecorder", Repeater)
+        model = load(folder, new_backend=PagedBackend)
+        assert engine_load._recorded(model).graphs is None  # it is on the CPU
+        model.device = torch.device("cuda")
+        graphs = engine_load._recorded(model).graphs
+        assert graphs is not None
+        rows = model.forward([Feed(model.cache.open("a"), [1, 2, 3], 3)]).logits
+        assert_close(rows, ReferenceModel(folder).logits([1, 2, 3]))
+        assert len(graphs.buckets) == 1
+        with model.called():
+            assert model.graphs is None
+        assert model.graphs is graphs

@@ -27,8 +27,10 @@ from specdec.exact.sampling import (
     draft_distributions,
     draw,
     draw_dense,
+    in_one_copy,
     is_finite,
     next_token_distributions,
+    on_cpu,
     sparse_distributions,
     top_tokens,
 )
@@ -190,7 +192,7 @@ def test_non_finite_logits_spoil_only_their_row(sampling: SamplingParams, bad: f
     contexts = [SamplingContext(sampling)] * len(logits)
     rows = next_token_distributions(logits, contexts, VOCAB_SIZE)
     good = [0, 1, 3, 5]
-    assert is_finite(rows) == [index in good for index in range(6)]
+    assert is_finite(rows).tolist() == [index in good for index in range(6)]
     torch.testing.assert_close(rows[good], next_token_distributions(LOGITS, contexts, VOCAB_SIZE)[good])
     drafts = draft_distributions(logits, contexts, VOCAB_SIZE, 0.99, 64)
     assert [bool(row.token_ids) for row in drafts] == [index in good for index in range(6)]
@@ -271,10 +273,15 @@ def test_decoded_distributions_redraw_the_same_token(logits: np.ndarray, uniform
     assert [draw(row, uniform) for row in decoded] == [draw(row, uniform) for row in rows]
 
 
+def drawn(weights: torch.Tensor, uniforms: list[float]) -> tuple[list[int], list[float]]:
+    tokens, masses = draw_dense(weights, uniforms)
+    return tokens.tolist(), masses.tolist()
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30).filter(any), uniform_numbers)
 def test_no_draw_gives_a_token_without_probability(weights: list[float], uniform: float) -> None:
-    tokens, masses = draw_dense(torch.tensor([weights]), [uniform])
+    tokens, masses = drawn(torch.tensor([weights]), [uniform])
     assert weights[tokens[0]] > 0
     assert masses[0] == pytest.approx(math.fsum(weights))
     row = SparseDistribution(tuple(range(len(weights))), tuple(weights))
@@ -283,13 +290,13 @@ def test_no_draw_gives_a_token_without_probability(weights: list[float], uniform
 
 
 def test_a_row_without_mass_is_never_an_error() -> None:
-    assert draw_dense(torch.zeros(2, 5), [0.0, 0.999]) == ([0, 0], [0.0, 0.0])
+    assert drawn(torch.zeros(2, 5), [0.0, 0.999]) == ([0, 0], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
 def test_the_ends_of_the_unit_interval(uniform: float) -> None:
     weights = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])
-    assert draw_dense(weights, [uniform])[0] == [1 if uniform == 0 else 3]
+    assert drawn(weights, [uniform])[0] == [1 if uniform == 0 else 3]
 
 
 @settings(max_examples=20, deadline=None)
@@ -298,8 +305,30 @@ def test_draws_follow_the_row(seed: int) -> None:
     """Equally spaced uniforms hit each token in proportion to its probability, to one in a thousand."""
     probs = np.random.default_rng(seed).dirichlet(np.ones(6)).astype(np.float32)
     uniforms = [(index + 0.5) / 1000 for index in range(1000)]
-    tokens, _ = draw_dense(torch.from_numpy(probs).expand(1000, -1), uniforms)
+    tokens, _ = drawn(torch.from_numpy(probs).expand(1000, -1), uniforms)
     row = SparseDistribution(tuple(range(6)), tuple(probs.tolist()))
     assert Counter(tokens) == Counter(draw(row, uniform) for uniform in uniforms)
     for token in range(6):
         assert abs(tokens.count(token) / 1000 - probs[token]) <= 0.002
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(width=32), max_size=8),
+    st.lists(st.integers(0, 2**32), max_size=8),
+    st.lists(st.booleans(), max_size=8),
+    st.lists(st.floats(), max_size=8),
+)
+def test_one_copy_holds_every_number(
+    probs: list[float], tokens: list[int], flags: list[bool], masses: list[float]
+) -> None:
+    """What a GPU sends in one copy is, bit for bit, what it would send in several."""
+    sent = [
+        torch.tensor(probs, dtype=torch.float32),
+        torch.tensor(tokens, dtype=torch.int64).view(-1, 1),
+        torch.tensor(flags, dtype=torch.bool),
+        torch.tensor(masses, dtype=torch.float64),
+    ]
+    for copied in (in_one_copy(sent), on_cpu(*sent)):
+        assert [(each.dtype, each.shape) for each in copied] == [(each.dtype, each.shape) for each in sent]
+        assert [repr(each.tolist()) for each in copied] == [repr(each.tolist()) for each in sent]

@@ -255,7 +255,7 @@ class ToyScorer:
     async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
         """Return the target's answers at the N + 1 positions."""
         probs, outside = self.answer(tuple(committed), proposal)
-        tokens, masses = draw_dense(outside, self.draws(len(committed), len(outside)))
+        tokens, masses = (each.tolist() for each in draw_dense(outside, self.draws(len(committed), len(outside))))
         return Scored(Scores(tuple(map(TargetDistribution, probs, masses, tokens))), SCORE_S)
 
     def answer(self, committed: History, proposal: Proposal) -> Answer:

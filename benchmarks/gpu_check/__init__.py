@@ -1,0 +1,1 @@
+"""`make gpu-check`: everything about a GPU that tests on a CPU cannot say, in one report."""
