@@ -36,6 +36,7 @@ class LanguageModel:
     """A causal language model with its KV cache. Use it on one thread; `EngineLoop` does."""
 
     def __init__(self, facts: ModelFacts, decoder: Decoder, backend: AttentionBackend) -> None:
+        self.facts = facts
         self.name = facts.name
         self.context_length = facts.context_length
         self.num_token_ids = facts.num_token_ids
@@ -45,8 +46,8 @@ class LanguageModel:
         self.dtype = facts.dtype
         self.device = facts.device
         self.decoder = decoder
+        self.backend = backend
         self.cache = KvCache(backend.pool)
-        self._backend = backend
 
     @torch.inference_mode()
     def forward(self, feeds: Iterable[Feed]) -> ForwardOutput:
@@ -93,7 +94,7 @@ class LanguageModel:
             Segment(feed.sequence.key, feed.sequence.length, len(feed.tokens), tuple(feed.parents)) for feed in feeds
         ]
         row = _packed(feeds, segments)
-        with attending(self._backend.plan(segments)):
+        with attending(self.backend.plan(segments)):
             logits, states = self.decoder(row)
         num_rows = sum(feed.num_rows for feed in feeds)
         return ForwardOutput(logits[:num_rows].float(), _by_feed(feeds, row, states))

@@ -236,11 +236,11 @@ def test_queries_and_keys_may_lie_anywhere() -> None:
 @needs_kernel
 def test_torchs_kernels_serve_where_ours_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = architectures.build("llama", tmp_path)
-    assert isinstance(load(folder)._backend, CompiledBackend)
-    assert isinstance(load(folder, quantization="int8")._backend, RowwiseCompiledBackend)
+    assert isinstance(load(folder).backend, CompiledBackend)
+    assert isinstance(load(folder, quantization="int8").backend, RowwiseCompiledBackend)
     monkeypatch.setattr(compiled, "kernel", lambda: None)
-    assert isinstance(load(folder)._backend, SdpaBackend)
-    assert isinstance(load(folder, quantization="int8")._backend, RowwiseSdpaBackend)
+    assert isinstance(load(folder).backend, SdpaBackend)
+    assert isinstance(load(folder, quantization="int8").backend, RowwiseSdpaBackend)
 
 
 @needs_kernel
