@@ -37,7 +37,7 @@ def main() -> None:
 @asynccontextmanager
 async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]:
     """Build the worker on a listening server; yield once the model is loaded."""
-    async with shared(settings, server, "target_service") as group:
+    async with shared(settings, server, "target_service", settings.model) as group:
         loading = load_model(settings, settings.model, quantization=_quantization(settings), group=group)
         model, info = await unless_failed(server, loading)
         scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size)

@@ -9,11 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdec.engine.errors import ModelRefused
 from specdec.engine.layers import LayerStack, check_layers, class_with_layers
-from specdec.engine.parallel import check_divisible
+from specdec.engine.parallel import check_divisible, share_options
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # the others keep state that cannot be truncated
 MIN_BFLOAT16_WIDTH = 256  # on the CPU: below, a bfloat16 product's overhead (15 us) is more than its weights cost
@@ -54,15 +53,8 @@ def load_pretrained(
     one of a group of so many. Raises ModelRefused if it cannot be loaded safely and served exactly, has no such layers,
     or cannot be shared.
     """
-    path = Path(name_or_path).expanduser()
-    if looks_like_path(name_or_path):
-        _refuse_bad_folder(path)
-        name_or_path = str(path)
-    config = _load_config(name_or_path)
-    _refuse_unserved(name_or_path, config)
+    name_or_path, config = _served_config(name_or_path, num_shares)
     check_layers(name_or_path, config, layers)
-    if num_shares > 1:
-        check_divisible(name_or_path, config, num_shares)
     kind: Any = class_with_layers(config, layers) if layers else AutoModelForCausalLM
     try:
         model: PreTrainedModel = kind.from_pretrained(
@@ -72,7 +64,7 @@ def load_pretrained(
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="eager",
-            distributed_config=DistributedConfig(tp_size=num_shares) if num_shares > 1 else None,
+            **share_options(num_shares),
         )
     except (OSError, ValueError) as error:
         raise ModelRefused(f"{name_or_path} cannot be loaded: {_first_line(error)}") from error
@@ -84,6 +76,24 @@ def load_pretrained(
     if num_shares == 1:
         nn.Module.to(model, device)  # a share is there already
     return nn.Module.eval(model)
+
+
+def check_shareable(name_or_path: str, num_shares: int) -> None:
+    """Raise ModelRefused for a model that is not served, or cannot be divided into so many shares; read no weights."""
+    _served_config(name_or_path, num_shares)
+
+
+def _served_config(name_or_path: str, num_shares: int) -> tuple[str, PreTrainedConfig]:
+    """Return the model's name, or its folder in full, and its configuration. Raises ModelRefused."""
+    path = Path(name_or_path).expanduser()
+    if looks_like_path(name_or_path):
+        _refuse_bad_folder(path)
+        name_or_path = str(path)
+    config = _load_config(name_or_path)
+    _refuse_unserved(name_or_path, config)
+    if num_shares > 1:
+        check_divisible(name_or_path, config, num_shares)
+    return name_or_path, config
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 
 from specdec.engine import EngineError, LanguageModel
 from specdec.engine.parallel import END, RENDEZVOUS_VARIABLE, Group, GroupLost, Place, follow, place_in
-from specdec.engine.pretrained import choose_device
+from specdec.engine.pretrained import check_shareable, choose_device
 from specdec.serving.background import in_background
 from specdec.serving.process import CannotServe, unless_failed
 from specdec.serving.server import Server
@@ -54,20 +54,23 @@ def follow_worker(
 
 
 @asynccontextmanager
-async def shared(settings: SharedModelSettings, server: Server, module: str) -> AsyncIterator[Group | None]:
+async def shared(settings: SharedModelSettings, server: Server, module: str, model: str) -> AsyncIterator[Group | None]:
     """Give the group that this worker leads, after starting its followers; None where it has none.
 
-    Raises CannotServe if a follower ends meanwhile, ModelRefused and GroupLost as `Group`.
+    Raises CannotServe if a follower ends meanwhile, ModelRefused where the model cannot be shared, GroupLost.
     """
     place = launched_place(settings, os.environ)
     if place is None and settings.tensor_parallel == 1:
         yield None
-    elif place is not None:
+        return
+    size = place.size if place else settings.tensor_parallel
+    await in_background(lambda: check_shareable(model, size))
+    if place is not None:
         async with _led(place, settings, server) as group:
             yield group
     else:
         with tempfile.TemporaryDirectory(prefix="specdec-") as folder:
-            place = Place(0, settings.tensor_parallel, 0, f"file://{folder}/rendezvous")
+            place = Place(0, size, 0, f"file://{folder}/rendezvous")
             async with _followers(place, settings, server, module), _led(place, settings, server) as group:
                 yield group
 

@@ -1,7 +1,10 @@
 """What cannot be divided among processes is refused before anything is loaded."""
 
+from typing import Any
+
 import torch
 from transformers import PreTrainedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from specdec.engine.errors import ModelRefused
 from specdec.engine.parallel.group import Place
@@ -17,6 +20,8 @@ DIVIDED = {
 
 def check_divisible(name: str, config: PreTrainedConfig, size: int) -> None:
     """Raise ModelRefused for a model that `size` processes cannot share evenly, by transformers' own plan."""
+    if "tp_size" not in DistributedConfig.__dataclass_fields__:
+        raise ModelRefused("this transformers cannot divide a model among processes; install 5.23 or newer")
     text_config = config.get_text_config(decoder=True)
     if not getattr(text_config, "base_model_tp_plan", None):
         raise ModelRefused(
@@ -29,6 +34,11 @@ def check_divisible(name: str, config: PreTrainedConfig, size: int) -> None:
             raise ModelRefused(
                 f"{name} has {count} {what}, which {size} processes cannot share evenly; use a number that divides it"
             )
+
+
+def share_options(num_shares: int) -> dict[str, Any]:
+    """Return what tells transformers to load one of so many shares of a model; nothing for the whole."""
+    return {"distributed_config": DistributedConfig(tp_size=num_shares)} if num_shares > 1 else {}
 
 
 def check_device(device: torch.device, place: Place) -> torch.device:

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.channel import open_channel
+from specdec.engine import ModelRefused
 from specdec.engine.parallel import Group
 from specdec.serving.process import CannotServe
 from specdec.serving.settings import load
@@ -24,7 +25,7 @@ from specdec.v1 import target_pb2, target_pb2_grpc
 from target_service.settings import TargetSettings
 from tests.engine.tiny_models import ReferenceModel, random_tokens
 from tests.support.architectures import build
-from tests.support.cluster import Cluster, cluster, patient_rounds, save_tokenizer
+from tests.support.cluster import Cluster, cluster, patient_rounds, save_tokenizer, serving_target
 from tests.support.worker_streams import PROMPT, TargetStream, connected_target
 
 NUM_TOKENS = 300  # of the tokenizer
@@ -215,6 +216,19 @@ async def test_torchrun_starts_a_worker_and_its_follower(folder: Path) -> None:
         await worker.follower_ends()
     assert any('"draining"' in line for line in worker.lines)
     assert not any("has ended; its log" in line for line in worker.lines), "the follower was left, not told"
+
+
+async def test_a_model_that_cannot_be_shared_starts_no_follower(folder: Path) -> None:
+    """Four attention heads are not for three processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec.serving.shared_model._start", _fail_to_start)
+        with pytest.raises(ModelRefused, match="which 3 processes cannot share evenly"):
+            async with serving_target(folder, tensor_parallel=3):
+                pass
+
+
+async def _fail_to_start(module: str, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
+    raise AssertionError("a follower was started")
 
 
 def test_launched_processes_must_be_as_many_as_asked_for() -> None:
