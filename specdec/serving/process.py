@@ -63,6 +63,12 @@ async def supervised(server: Serving, name: str, work: Coroutine[Any, Any, None]
         await asyncio.gather(task, return_exceptions=True)
 
 
+def collect_garbage_again() -> None:
+    """End the rest of the collector (`process_start`), without what was imported and loaded, which stays."""
+    gc.freeze()
+    gc.enable()
+
+
 async def unless_failed(server: Serving, work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns; raise CannotServe if the server fails before that."""
     task = asyncio.create_task(work)
@@ -120,8 +126,7 @@ async def _serve_until(told: "asyncio.Task[Any]", serve: Serve) -> None:
         return
     async with stack:
         server = entering.result()
-        gc.freeze()  # what was imported and loaded stays, and need not be looked at in every collection
-        gc.enable()
+        collect_garbage_again()
         await asyncio.wait({server.failure, told}, return_when=asyncio.FIRST_COMPLETED)
     if server.failure.done():
         raise CannotServe(server.failure.result())

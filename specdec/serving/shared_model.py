@@ -16,7 +16,7 @@ from specdec.engine import EngineError, LanguageModel
 from specdec.engine.parallel import END, RENDEZVOUS_VARIABLE, Group, GroupLost, Place, follow, place_in
 from specdec.engine.pretrained import check_shareable, choose_device
 from specdec.serving.background import in_background
-from specdec.serving.process import CannotServe, unless_failed
+from specdec.serving.process import CannotServe, collect_garbage_again, unless_failed
 from specdec.serving.server import Server
 from specdec.serving.settings import ENV_PREFIX, SharedModelSettings
 from specdec.serving.telemetry import configure_logs, get_logger
@@ -46,6 +46,7 @@ def follow_worker(
         model = load(group)
         for number in (signal.SIGTERM, signal.SIGINT):  # a launcher sends them to all; the worker still drains
             signal.signal(number, signal.SIG_IGN)
+        collect_garbage_again()
         get_logger().info("following", rank=place.rank, num_processes=place.size, pid=os.getpid())
         follow(model, group)
         group.close()

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from specdec.engine import Feed, LanguageModel, ModelRefused
 from specdec.engine.attention import Segment
 from specdec.engine.decoder import PackedRow
-from specdec.engine.parallel import Place, check_device, check_divisible, place_in
+from specdec.engine.parallel import Group, Place, check_device, check_divisible, place_in
 from specdec.engine.parallel.messages import Compact, ForwardMessage, Resize, decode
 from tests.engine.following import Pair, paired
 from tests.engine.scenarios import check_hidden_states, check_tree_rounds
@@ -156,7 +156,14 @@ def test_a_process_may_be_alone(environment: dict[str, str]) -> None:
 
 
 def test_torchruns_variables_say_the_place() -> None:
-    assert place_in({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Place(5, 8, 1, "env://")
+    launched = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert place_in(launched) == Place(5, 8, 1, "env://")
+    assert place_in(launched | {"LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, "env://", is_local=False)
+
+
+def test_processes_on_several_machines_are_refused() -> None:
+    with pytest.raises(ModelRefused, match="several machines"):
+        Group(Place(0, 8, 0, "env://", is_local=False), torch.device("cpu"))
 
 
 def _forward_one(model: LanguageModel) -> None:

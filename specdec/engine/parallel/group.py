@@ -16,6 +16,8 @@ from torch import distributed
 from specdec.engine.errors import EngineError, ModelRefused
 
 RENDEZVOUS_VARIABLE = "TENSOR_PARALLEL_RENDEZVOUS"  # set by a worker that starts its own followers
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # else both listen where others can connect
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 FRAME_BYTES = 4096  # of a message that is sent at once, with its length; a round of 16 sessions fits
 LENGTH_BYTES = 8
 LOADING = timedelta(hours=2)  # until the slowest process has read its weights, as transformers allows
@@ -34,6 +36,7 @@ class Place:
     size: int
     device_index: int  # of its GPU on this machine
     rendezvous: str  # the URL by which the processes find each other, as torch.distributed takes it
+    is_local: bool = True  # all processes are on this machine
 
 
 def place_in(environment: Mapping[str, str]) -> Place | None:
@@ -42,7 +45,8 @@ def place_in(environment: Mapping[str, str]) -> Place | None:
     if not all(value.isdecimal() for value in values) or int(values[1]) < 2:
         return None
     rank, size, device_index = map(int, values)
-    return Place(rank, size, device_index, environment.get(RENDEZVOUS_VARIABLE, "env://"))
+    is_local = environment.get("LOCAL_WORLD_SIZE", str(size)) == str(size)
+    return Place(rank, size, device_index, environment.get(RENDEZVOUS_VARIABLE, "env://"), is_local)
 
 
 class Group:
@@ -54,8 +58,12 @@ class Group:
     def __init__(self, place: Place, device: torch.device) -> None:
         self.place = place
         _check_backends(device)
-        if place.rendezvous.startswith("file:"):  # all are on this machine
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        if not place.is_local:
+            raise ModelRefused(
+                "processes on several machines cannot share a model: nothing protects what they exchange"
+            )
+        for variable in INTERFACE_VARIABLES:
+            os.environ.setdefault(variable, LOOPBACK)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
             distributed.init_process_group(
