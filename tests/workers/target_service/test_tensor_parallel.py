@@ -78,7 +78,7 @@ def greedy_texts(folder: Path) -> list[tuple[int, ...]]:
     model, texts = ReferenceModel(folder), prompts()
     for text in texts:
         for _ in range(NUM_NEW):
-            text.append(int(model.logits(text)[-1, :NUM_TOKENS].argmax()))
+            text.append(next_token(model, text))
     return [tuple(text[-NUM_NEW:]) for text in texts]
 
 
@@ -204,18 +204,31 @@ async def test_a_worker_ends_when_its_follower_hangs(folder: Path) -> None:
 
 
 async def test_torchrun_starts_a_worker_and_its_follower(folder: Path) -> None:
-    """A session gets the greedy token of one process; told to end, the worker drains, and the follower ends with it."""
+    """A session gets the greedy tokens of one process, the second one after both processes were told to end."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    async with running(*launcher, "-m", "target_service", "--model", str(folder), *FLAGS) as worker:
+    flags = ("--model", str(folder), *FLAGS, "--drain-s", str(END_S))
+    model = ReferenceModel(folder)
+    async with running(*launcher, "-m", "target_service", *flags) as worker:
         async with open_channel(f"127.0.0.1:{worker.port}") as channel:
-            scores = await TargetStream(channel, "session", SamplingParams(temperature=0, seed=7)).score(0, PROMPT)
-        expected = ReferenceModel(folder).logits(PROMPT)[-1, :NUM_TOKENS].argmax()
-        assert int.from_bytes(scores.tail_tokens, "little") == int(expected)
-        worker.process.send_signal(signal.SIGTERM)
+            stream = TargetStream(channel, "session", SamplingParams(temperature=0, seed=7))
+            assert await greedy_token(stream, 0, PROMPT) == next_token(model, PROMPT)
+            worker.process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(END_S):
+                while not any('"draining"' in line for line in worker.lines):  # noqa: ASYNC110  # of another process
+                    await asyncio.sleep(0.02)
+            assert await greedy_token(stream, len(PROMPT), [3]) == next_token(model, [*PROMPT, 3])
+            await stream.close()
         await worker.exit_code()
         await worker.follower_ends()
-    assert any('"draining"' in line for line in worker.lines)
-    assert not any("has ended; its log" in line for line in worker.lines), "the follower was left, not told"
+
+
+async def greedy_token(stream: TargetStream, start: int, tokens: list[int]) -> int:
+    """Return the target's token after these."""
+    return int.from_bytes((await stream.score(start, tokens)).tail_tokens, "little")
+
+
+def next_token(model: ReferenceModel, text: list[int]) -> int:
+    return int(model.logits(text)[-1, :NUM_TOKENS].argmax())
 
 
 async def test_a_model_that_cannot_be_shared_starts_no_follower(folder: Path) -> None:
