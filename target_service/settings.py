@@ -1,11 +1,13 @@
 """Settings of the target worker."""
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
-from specdec.serving.settings import ModelSettings, Port, TargetQuantization
+from specdec.serving.settings import Port, SharedModelSettings, TargetQuantization
 
 
-class TargetSettings(ModelSettings):
+class TargetSettings(SharedModelSettings):
     """The target worker: `python -m target_service`."""
 
     model: str = Field(..., description="hub id or folder of the target model")
@@ -17,6 +19,12 @@ class TargetSettings(ModelSettings):
     observation_window: int = Field(
         256, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"
     )
+
+    def problems(self) -> Iterator[str]:
+        """Give a sentence for each combination of settings that is refused."""
+        yield from super().problems()
+        if self.tensor_parallel > 1 and self.quantization != "none":
+            yield f"--tensor-parallel shares weights as they are, not in {self.quantization}; leave one of the two out"
 
 
 SETTINGS = TargetSettings

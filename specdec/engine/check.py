@@ -52,9 +52,14 @@ class Reference:
 
 def float32_copy(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return a float32 copy of a model of lower precision, or None where there is no need or no room for one."""
-    if model.dtype == torch.float32 or 4 * model.num_parameters() > MAX_COPY_BYTES:
+    if model.dtype == torch.float32 or not is_affordable(model):
         return None
     return nn.Module.to(copy.deepcopy(model), torch.float32)
+
+
+def is_affordable(model: PreTrainedModel) -> bool:
+    """Return whether there is room for a float32 copy of the whole model."""
+    return 4 * model.num_parameters() <= MAX_COPY_BYTES
 
 
 def _prompts(model: PreTrainedModel) -> list[list[int]]:

@@ -55,10 +55,11 @@ def on_device(indices: Indices, device: torch.device) -> torch.Tensor:
 
 
 class TransformersDecoder:
-    """Runs transformers' own forward."""
+    """Runs transformers' own forward. Weights that several processes share are not packed."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        pack_linears(model)
+    def __init__(self, model: PreTrainedModel, *, is_shared: bool = False) -> None:
+        if not is_shared:
+            pack_linears(model)
         self._model = model
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import ATTENTION_NAME, AttentionBackend, NewBackend, PoolOptions, ShapeProbe, attending
-from specdec.engine.check import Reference, float32_copy
+from specdec.engine.check import Reference, float32_copy, is_affordable
 from specdec.engine.compiled import CompiledBackend, RowwiseCompiledBackend, has_kernel, lacks_kernel
 from specdec.engine.decoder import Decoder, PackedRow, TransformersDecoder
 from specdec.engine.errors import CacheFull, ModelRefused, where_raised
@@ -16,6 +16,7 @@ from specdec.engine.fused import FusedDecoder, has_fused_forward
 from specdec.engine.graphs import CudaRecorder, Graphs
 from specdec.engine.model import LanguageModel, ModelFacts
 from specdec.engine.paged import PagedBackend
+from specdec.engine.parallel import Group, GroupLost, check_device
 from specdec.engine.pool import LayerShape
 from specdec.engine.pretrained import choose_device, load_pretrained, num_embeddings
 from specdec.engine.quantized import Quantization, quantize
@@ -39,6 +40,12 @@ class _Options:
     block_tokens: int
     self_check: bool
     new_backend: NewBackend
+    group: Group | None = None  # of the processes that share the weights; None: this one has all of them
+
+    @property
+    def num_shares(self) -> int:
+        """In how many parts the weights are."""
+        return self.group.place.size if self.group else 1
 
 
 def load_language_model(
@@ -52,21 +59,36 @@ def load_language_model(
     block_tokens: int | None = None,
     self_check: bool = True,
     new_backend: NewBackend | None = None,
+    group: Group | None = None,
 ) -> LanguageModel:
     """Load a transformers causal LM by hub id or local folder.
 
     `device` is "auto", "cpu" or "cuda"; `dtype` is "auto", "float32" or "bfloat16" (auto: bfloat16 where the device
     computes it faster). The cache takes `kv_cache_bytes` bytes, in blocks of `block_tokens` tokens, 32 by default, on
-    GPUs 256. With `layers`, only these layers are loaded; with
-    `quantization`, weights are rounded once the model has passed its check: it is another model then. Unless
-    `new_backend` says otherwise, one in int8 attends so that no position depends on its batch. Only safetensors weights
-    are read, and no code that comes with a model is run. Raises ModelRefused when the model cannot be loaded or served
-    exactly, CacheFull when the bytes are less than one block or cannot be allocated.
+    GPUs 256. With `layers`, only these layers are loaded; with `quantization`, weights are rounded once the model has
+    passed its check: it is another model then. Unless `new_backend` says otherwise, one in int8 attends so that no
+    position depends on its batch. Only safetensors weights are read, and no code that comes with a model is run. All
+    processes of a `group` load at once, each its share of the weights and a cache of `kv_cache_bytes`;
+    `parallel.leading` and `parallel.follow` say how they go on. Raises ModelRefused when the model cannot be loaded or
+    served exactly, CacheFull when the bytes are less than one block or cannot be allocated, GroupLost when another
+    process of the group ends.
     """
     chosen = choose_device(device)
     by_default = _rowwise_backend if quantization == "int8" else _backend
-    block_tokens = block_tokens or _block_tokens(chosen)
-    options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default)
+    options = _Options(
+        name_or_path,
+        kv_cache_bytes,
+        block_tokens or _block_tokens(chosen),
+        self_check,
+        new_backend or by_default,
+        group,
+    )
+    if group is not None:
+        _refuse_shared(name_or_path, layers, quantization)
+        try:
+            return _load_share(options, check_device(chosen, group.place), dtype)
+        except RuntimeError as error:  # what torch raises where a process has ended; an EngineError is none
+            raise GroupLost(f"{name_or_path} was not loaded by all processes that share it: {error}") from error
     model = _load(options, chosen, dtype, layers)
     if new_backend is None and lacks_kernel(model.device, model.dtype):
         remedy = "install a C compiler, then install specdec again; until then attention is slower"
@@ -121,11 +143,32 @@ def _load(options: _Options, device: torch.device, dtype: str, layers: Sequence[
     return _serve(pretrained, options, fused=False)
 
 
+def _refuse_shared(name: str, layers: Sequence[int], quantization: Quantization | None) -> None:
+    if layers or quantization:
+        what = "some layers alone" if layers else f"{quantization} weights"
+        raise ModelRefused(f"{name} cannot be served with {what} by several processes; use one, or leave that out")
+
+
+def _load_share(options: _Options, device: torch.device, dtype: str) -> LanguageModel:
+    """Load this process's share of the weights, while the others of the group load theirs."""
+    assert options.group is not None
+    pretrained = load_pretrained(options.name, device, dtype, num_shares=options.num_shares)
+    if options.self_check and is_affordable(pretrained):
+        reference = Reference(load_pretrained(options.name, device, "float32"))
+        share = load_pretrained(options.name, device, "float32", num_shares=options.num_shares)
+        small = replace(options, kv_cache_bytes=CHECK_CACHE_BYTES, block_tokens=BLOCK_TOKENS)
+        reference.check(_pack(share, small, fused=False))
+        del share
+    model = _serve(pretrained, options, fused=False)
+    options.group.check_equal(model.cache.num_blocks, "blocks in their KV caches")
+    return model
+
+
 def _serve(pretrained: PreTrainedModel, options: _Options, *, fused: bool) -> LanguageModel:
     """Pack the model, and compare it with its own forward, in float32 as well where a copy is affordable."""
     if not options.self_check:
         return _pack(pretrained, options, fused=fused)
-    copy = float32_copy(pretrained)
+    copy = float32_copy(pretrained) if options.group is None else None
     if copy is not None:
         copy_reference = Reference(copy)
         small = replace(options, kv_cache_bytes=CHECK_CACHE_BYTES, block_tokens=BLOCK_TOKENS)
@@ -142,7 +185,9 @@ def _pack(pretrained: PreTrainedModel, options: _Options, *, fused: bool) -> Lan
     pretrained.set_attn_implementation(ATTENTION_NAME)
     text_config = pretrained.config.get_text_config(decoder=True)
     num_token_ids, dtype, device = num_embeddings(pretrained), pretrained.dtype, pretrained.device
-    decoder: Decoder = FusedDecoder(pretrained) if fused else TransformersDecoder(pretrained)
+    decoder: Decoder = (
+        FusedDecoder(pretrained) if fused else TransformersDecoder(pretrained, is_shared=options.num_shares > 1)
+    )
     shapes, vocab_size = _probe(decoder, type(pretrained).__name__, text_config.num_hidden_layers)
     facts = ModelFacts(
         name=options.name,

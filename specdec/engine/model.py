@@ -37,6 +37,7 @@ class LanguageModel:
     """A causal language model with its KV cache. Use it on one thread; `EngineLoop` does."""
 
     def __init__(self, facts: ModelFacts, decoder: Decoder, backend: AttentionBackend) -> None:
+        self.facts = facts
         self.name = facts.name
         self.context_length = facts.context_length
         self.num_token_ids = facts.num_token_ids
@@ -46,8 +47,8 @@ class LanguageModel:
         self.dtype = facts.dtype
         self.device = facts.device
         self.decoder = decoder
-        self.cache = KvCache(backend.pool)
         self.backend = backend
+        self.cache = KvCache(backend.pool)
         self.graphs: Graphs | None = None  # of the forwards that are replayed
 
     def replay(self, graphs: Graphs) -> None:

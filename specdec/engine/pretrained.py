@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from specdec.engine.errors import ModelRefused
 from specdec.engine.layers import LayerStack, check_layers, class_with_layers
+from specdec.engine.parallel import check_divisible, share_options
 
 SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}  # the others keep state that cannot be truncated
 MIN_BFLOAT16_WIDTH = 256  # on the CPU: below, a bfloat16 product's overhead (15 us) is more than its weights cost
@@ -43,18 +44,16 @@ def _cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "amx_tile", "bf16"))
 
 
-def load_pretrained(name_or_path: str, device: torch.device, dtype: str, layers: Sequence[int] = ()) -> PreTrainedModel:
+def load_pretrained(
+    name_or_path: str, device: torch.device, dtype: str, layers: Sequence[int] = (), num_shares: int = 1
+) -> PreTrainedModel:
     """Return the model on `device` in evaluation mode, attending with transformers' own functions.
 
-    With `layers`, in ascending order, only these are loaded. Raises ModelRefused if it cannot be loaded safely and
-    served exactly, or has no such layers.
+    With `layers`, in ascending order, only these are loaded; with `num_shares`, this process's share of the weights, as
+    one of a group of so many. Raises ModelRefused if it cannot be loaded safely and served exactly, has no such layers,
+    or cannot be shared.
     """
-    path = Path(name_or_path).expanduser()
-    if looks_like_path(name_or_path):
-        _refuse_bad_folder(path)
-        name_or_path = str(path)
-    config = _load_config(name_or_path)
-    _refuse_unserved(name_or_path, config)
+    name_or_path, config = _served_config(name_or_path, num_shares)
     check_layers(name_or_path, config, layers)
     kind: Any = class_with_layers(config, layers) if layers else AutoModelForCausalLM
     try:
@@ -65,6 +64,7 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: str, layers:
             trust_remote_code=False,
             use_safetensors=True,
             attn_implementation="eager",
+            **share_options(num_shares),
         )
     except (OSError, ValueError) as error:
         raise ModelRefused(f"{name_or_path} cannot be loaded: {_first_line(error)}") from error
@@ -73,8 +73,27 @@ def load_pretrained(name_or_path: str, device: torch.device, dtype: str, layers:
     _refuse_recurrent(name_or_path, model)
     if layers:
         LayerStack(model).keep(layers)
-    nn.Module.to(model, device)
+    if num_shares == 1:
+        nn.Module.to(model, device)  # a share is there already
     return nn.Module.eval(model)
+
+
+def check_shareable(name_or_path: str, num_shares: int) -> None:
+    """Raise ModelRefused for a model that is not served, or cannot be divided into so many shares; read no weights."""
+    _served_config(name_or_path, num_shares)
+
+
+def _served_config(name_or_path: str, num_shares: int) -> tuple[str, PreTrainedConfig]:
+    """Return the model's name, or its folder in full, and its configuration. Raises ModelRefused."""
+    path = Path(name_or_path).expanduser()
+    if looks_like_path(name_or_path):
+        _refuse_bad_folder(path)
+        name_or_path = str(path)
+    config = _load_config(name_or_path)
+    _refuse_unserved(name_or_path, config)
+    if num_shares > 1:
+        check_divisible(name_or_path, config, num_shares)
+    return name_or_path, config
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 THREAD_NAME = "background work"
+ENGINE_NAME = "engine"  # its thread is joined before the end, except where it hangs in a forward
 
 
 async def in_background(work: Callable[[], T]) -> T:
@@ -37,9 +38,14 @@ async def in_background(work: Callable[[], T]) -> T:
     return await result
 
 
-def leave() -> None:
-    """End the process at once if such a thread still runs: the interpreter's own clean-up might crash it."""
-    if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+def leave(problem: str = "") -> None:
+    """End the process at once if such a thread, or an engine, still runs: the interpreter's clean-up might crash it.
+
+    A problem is printed, and makes the exit code 1.
+    """
+    if any(thread.name in (THREAD_NAME, ENGINE_NAME) for thread in threading.enumerate()):
+        if problem:
+            print(problem, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(1 if problem else 0)

@@ -22,6 +22,7 @@ from specdec.engine import (
     Task,
     load_language_model,
 )
+from specdec.engine.parallel import Group, leading
 from specdec.errors import InternalError, UnavailableError
 from specdec.serving.background import in_background
 from specdec.serving.model_fingerprint import model_fingerprint
@@ -38,33 +39,55 @@ WATCH_S = 0.25
 
 
 async def load_model(
-    settings: ModelSettings, name: str, layers: Sequence[int] = (), quantization: Quantization | None = None
+    settings: ModelSettings,
+    name: str,
+    layers: Sequence[int] = (),
+    quantization: Quantization | None = None,
+    group: Group | None = None,
 ) -> tuple[LanguageModel, ModelInfo]:
     """Load the model on a separate thread, so that health checks are answered meanwhile.
 
-    `layers` and `quantization` as in `load_language_model`. Raises ModelRefused, CacheFull or TokenizerMissing.
+    `layers`, `quantization` and `group` as in `load_language_model`; this process leads the group. Raises ModelRefused,
+    CacheFull, GroupLost or TokenizerMissing.
     """
-    torch.set_num_threads(settings.num_threads)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
     begin = time.perf_counter()
     get_logger().info("loading" if is_here(name) else "downloading", model=name)
-    loaded = await in_background(lambda: _load(settings, name, layers, quantization))
+    loaded = await in_background(lambda: _load(settings, name, layers, quantization, group))
     get_logger().info("loaded", model=name, elapsed_s=round(time.perf_counter() - begin, 2))
     return loaded
 
 
 def _load(
-    settings: ModelSettings, name: str, layers: Sequence[int], quantization: Quantization | None
+    settings: ModelSettings,
+    name: str,
+    layers: Sequence[int],
+    quantization: Quantization | None,
+    group: Group | None,
 ) -> tuple[LanguageModel, ModelInfo]:
-    model = load_language_model(
+    model = language_model(settings, name, layers, quantization, group)
+    info = describe(model, tokenizer_folder(name), layers, quantization or "")
+    return (leading(model, group) if group else model), info
+
+
+def language_model(
+    settings: ModelSettings,
+    name: str,
+    layers: Sequence[int] = (),
+    quantization: Quantization | None = None,
+    group: Group | None = None,
+) -> LanguageModel:
+    """Load what `load_language_model` does, as the settings say."""
+    torch.set_num_threads(settings.num_threads)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
+    return load_language_model(
         name,
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_bytes=settings.kv_cache_bytes,
         layers=layers,
         quantization=quantization,
+        group=group,
     )
-    return model, describe(model, tokenizer_folder(name), layers, quantization or "")
 
 
 def describe(model: LanguageModel, folder: Path, layers: Sequence[int] = (), quantization: str = "") -> ModelInfo:

@@ -9,11 +9,13 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from specdec.serving.background import leave
 from specdec.serving.settings import ProcessSettings
 from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled
+
+T = TypeVar("T")
 
 
 class CannotServe(Exception):
@@ -61,13 +63,34 @@ async def supervised(server: Serving, name: str, work: Coroutine[Any, Any, None]
         await asyncio.gather(task, return_exceptions=True)
 
 
+def collect_garbage_again() -> None:
+    """End the rest of the collector (`process_start`), without what was imported and loaded, which stays."""
+    gc.freeze()
+    gc.enable()
+
+
+async def unless_failed(server: Serving, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` returns; raise CannotServe if the server fails before that."""
+    task = asyncio.create_task(work)
+    try:
+        either: set[asyncio.Future[Any]] = {task, server.failure}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CannotServe(server.failure.result())
+        return task.result()
+    finally:
+        task.cancel()
+
+
 def run(settings: ProcessSettings, program: str, name: str, serve: Serve, *refusals: type[Exception]) -> None:
     """Run one service as this process until it is told to stop; exit with 1 and one sentence for what it refuses."""
     expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
     try:
         asyncio.run(run_until_told(settings, name, serve))
     except expected as error:
-        sys.exit(f"{program}: {error}")
+        problem = f"{program}: {error}"
+        leave(problem)
+        sys.exit(problem)
     leave()
 
 
@@ -103,8 +126,7 @@ async def _serve_until(told: "asyncio.Task[Any]", serve: Serve) -> None:
         return
     async with stack:
         server = entering.result()
-        gc.freeze()  # what was imported and loaded stays, and need not be looked at in every collection
-        gc.enable()
+        collect_garbage_again()
         await asyncio.wait({server.failure, told}, return_when=asyncio.FIRST_COMPLETED)
     if server.failure.done():
         raise CannotServe(server.failure.result())

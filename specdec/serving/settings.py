@@ -189,6 +189,18 @@ class ModelSettings(ServiceSettings):
     )
 
 
+class SharedModelSettings(ModelSettings):
+    """What a worker has on top whose model may be divided among several processes."""
+
+    tensor_parallel: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="processes that share the weights, by transformers' own plan: on a GPU each, or on the CPU. The "
+        "worker starts the others, unless torchrun started all of them; `kv_cache_bytes` is for each",
+    )
+
+
 SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 
 

@@ -18,6 +18,13 @@ model_worker._load = lambda *_: time.sleep(3600)
 main()
 """
 
+HANGS = """
+import sys, threading
+from specdec.serving.background import leave
+threading.Thread(target=threading.Event().wait, name="engine").start()
+leave(*sys.argv[1:])
+"""
+
 
 async def test_results_and_errors_arrive() -> None:
     assert await in_background(lambda: 7) == 7
@@ -45,3 +52,11 @@ def test_a_worker_that_loads_ends_when_told(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.wait(timeout=60) == 0, "the load would have taken an hour"
         assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize(("problem", "code"), [((), 0), (("the engine hangs",), 1)])
+def test_a_process_leaves_an_engine_that_hangs(problem: tuple[str, ...], code: int) -> None:
+    """Its thread is not a daemon here, so that any other way out would wait for it."""
+    command = [sys.executable, "-c", HANGS, *problem]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.strip()) == (code, "".join(problem))

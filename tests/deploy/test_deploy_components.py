@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.settings import CoordinatorSettings
+from target_service.settings import TargetSettings
 from tests.support.manifest_checks import problems
 from tests.support.manifests import (
     KUBERNETES,
@@ -30,6 +31,7 @@ COMBINATIONS = [
     ("gpu", ("redis/sentinel",)),
     ("demo", ("tls", "redis/managed")),
     ("demo-tls-autoscaling", ("redis/sentinel", "monitoring")),
+    ("gpu-tls-autoscaling", ("tensor-parallel",)),
 ]
 
 
@@ -55,6 +57,16 @@ def test_coordinators_ask_the_other_redis(tmp_path: Path, name: str, kind: str, 
     assert not any(
         "redis" in title(each) for each in documents if each["kind"] in ("Service", "Certificate", "ConfigMap")
     )
+
+
+def test_a_shared_model_has_a_gpu_for_each_process(tmp_path: Path) -> None:
+    documents = render_whole(compose(tmp_path, "gpu", ("tensor-parallel",)))
+    (container,) = containers(named(documents, "Deployment", "target"))
+    settings = read_settings(PROGRAMS["target_service"], environment(container, documents), [])
+    assert isinstance(settings, TargetSettings)
+    assert settings.tensor_parallel == int(container["resources"]["limits"]["nvidia.com/gpu"]) == 2
+    (draft,) = containers(named(documents, "Deployment", "draft"))
+    assert draft["resources"]["limits"]["nvidia.com/gpu"] == "1"
 
 
 def test_a_canary_is_a_target_beside_the_old_one() -> None:
