@@ -5,6 +5,7 @@ What serves is handed in as a context manager: entering it listens and loads, le
 
 import asyncio
 import gc
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -82,8 +83,14 @@ async def unless_failed(server: Serving, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
 
 
+def yield_to_others(niceness: int) -> None:
+    """Let other programs go first, at least so far. On Linux that counts for this thread and those that it starts."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 def run(settings: ProcessSettings, program: str, name: str, serve: Serve, *refusals: type[Exception]) -> None:
     """Run one service as this process until it is told to stop; exit with 1 and one sentence for what it refuses."""
+    yield_to_others(settings.niceness)
     expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
     try:
         asyncio.run(run_until_told(settings, name, serve))

@@ -48,6 +48,9 @@ class ProcessSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event logged")
     log_format: Literal["json", "text"] = Field("json", description="one JSON object a line, or text for people")
     drain_s: float = Field(20.0, ge=0, le=3600, description="seconds that running calls get to end at shutdown")
+    niceness: int = Field(
+        0, ge=0, le=19, description="how far it lets other programs of its machine go first, as `nice` does"
+    )
     tls_certificate: Path | None = Field(
         None, description="PEM file with this service's certificate and its chain; replaced files count within a second"
     )

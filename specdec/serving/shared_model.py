@@ -16,7 +16,7 @@ from specdec.engine import EngineError, LanguageModel
 from specdec.engine.parallel import END, RENDEZVOUS_VARIABLE, Group, GroupLost, Place, follow, place_in
 from specdec.engine.pretrained import check_shareable, choose_device
 from specdec.serving.background import in_background
-from specdec.serving.process import CannotServe, collect_garbage_again, unless_failed
+from specdec.serving.process import CannotServe, collect_garbage_again, unless_failed, yield_to_others
 from specdec.serving.server import Server
 from specdec.serving.settings import ENV_PREFIX, SharedModelSettings
 from specdec.serving.telemetry import configure_logs, get_logger
@@ -40,6 +40,7 @@ def follow_worker(
 ) -> None:
     """Be a follower until the worker ends; exit with 1 and one sentence if it dies, or if the model is refused."""
     name = f"{program} follower {place.rank}"
+    yield_to_others(settings.niceness)
     configure_logs(name, settings.log_level, settings.log_format)
     try:
         group = Group(place, choose_device(settings.device))

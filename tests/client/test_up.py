@@ -9,6 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from specdec.serving.local.commands import WORKER_NICENESS
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
 from tests.support.command_line import specdec, start
@@ -29,6 +30,9 @@ async def test_up_serves_until_ctrl_c(models: tuple[str, str]) -> None:
         address = await running.ready()
         children = running.children
         assert set(children) == {"target_service", "draft_service", "coordinator"}
+        niceness = {module: os.getpriority(os.PRIO_PROCESS, number) for module, number in children.items()}
+        assert niceness["target_service"] == niceness["draft_service"] >= WORKER_NICENESS
+        assert niceness["coordinator"] == os.getpriority(os.PRIO_PROCESS, 0)
         greedy = ["generate", "t5 t6 t7", "--address", address, "--temperature", "0", "--max-new-tokens", "24"]
         texts = [
             await specdec(*greedy, *options)

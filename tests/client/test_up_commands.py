@@ -125,10 +125,17 @@ def test_services_get_their_own_variables() -> None:
     [target, draft] = worker_commands(Options("t", "d", target_threads=3), num_cores=2)
     mine = {"PATH": "/bin", "SPECDEC_ADDRESS": "x", "SPECDEC_LOG_LEVEL": "debug", "SPECDEC_SUPPORT_MAX": "5"}
     seen = environment_of(target, mine)
-    assert {name for name in seen if name.startswith("SPECDEC_")} == {"SPECDEC_LOG_LEVEL"}
+    assert {name for name in seen if name.startswith("SPECDEC_")} == {"SPECDEC_LOG_LEVEL", "SPECDEC_NICENESS"}
     assert (seen["OMP_NUM_THREADS"], seen["OMP_WAIT_POLICY"], seen["PATH"]) == ("3", "passive", "/bin")
     assert environment_of(draft, {**mine, "OMP_NUM_THREADS": "9"})["OMP_NUM_THREADS"] == "9"
     assert environment_of(draft, mine)["SPECDEC_SUPPORT_MAX"] == "5"
+
+
+def test_workers_let_others_go_first_unless_told_otherwise() -> None:
+    [target, draft] = worker_commands(Options("t", "d"), num_cores=2)
+    assert environment_of(target, {})["SPECDEC_NICENESS"] == environment_of(draft, {})["SPECDEC_NICENESS"] == "10"
+    assert environment_of(target, {"SPECDEC_NICENESS": "0"})["SPECDEC_NICENESS"] == "0"
+    assert "SPECDEC_NICENESS" not in environment_of(coordinator_command(Options("t"), [1], []), {})
 
 
 def test_log_lines_are_events_or_text() -> None:

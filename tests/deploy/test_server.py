@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import logging
+import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -220,3 +222,14 @@ async def test_compressed_messages_are_refused(compression: grpc.Compression) ->
         call = get_target(target_pb2.GetTargetRequest(), compression=compression)
         assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
         assert await get_target(target_pb2.GetTargetRequest())
+
+
+def test_a_process_lets_others_go_first_as_far_as_it_was_told() -> None:
+    """At least so far: who started it may have said more."""
+    code = (
+        "import os; from specdec.serving.process import yield_to_others as go; "
+        "print([(go(number), os.getpriority(os.PRIO_PROCESS, 0))[1] for number in (0, 3, 1)])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert said.strip() == str([before, max(before, 3), max(before, 3)])

@@ -118,6 +118,7 @@ def test_redrawing_rejects_rounding_after_the_draw() -> None:
 # ---- the real loop
 
 NUM_GENERATIONS = 2_000
+FEWER = 1_000  # where a bug is far from the law
 REJECT_BELOW = 1e-6
 
 
@@ -165,20 +166,22 @@ class Loop:
 
 TREES = Loop(TreeDrafter, num_draft_tokens=6, num_tokens=7)  # room for six draft tokens in a first round
 LOOPS = {
-    "argmax drafts": Loop(loop_mutants.ArgmaxDrafter),
+    "argmax drafts": Loop(loop_mutants.ArgmaxDrafter, num_generations=FEWER),
     "discarding drafter": Loop(loop_mutants.DiscardingDrafter),
-    "draft keys that accept": Loop(loop_mutants.AcceptKeyDrafter),
+    "draft keys that accept": Loop(loop_mutants.AcceptKeyDrafter, num_generations=FEWER),
     "bonus from the position before": Loop(scorer=loop_mutants.EarlyBonusScorer),
-    "tail from the whole distribution": Loop(scorer=loop_mutants.WholeTailScorer, support_max=3),
-    "recovered from the target": Loop(rule=mutants.CloseBy(mutants.target_weights)),
-    "everything accepted": Loop(rule=mutants.AcceptAll()),
-    "one uniform for all tests": Loop(rule=loop_mutants.ShareOneUniform()),
+    "tail from the whole distribution": Loop(scorer=loop_mutants.WholeTailScorer, support_max=3, num_generations=FEWER),
+    "recovered from the target": Loop(rule=mutants.CloseBy(mutants.target_weights), num_generations=FEWER),
+    "everything accepted": Loop(rule=mutants.AcceptAll(), num_generations=FEWER),
+    "one uniform for all tests": Loop(rule=loop_mutants.ShareOneUniform(), num_generations=FEWER),
     "block: accepts as long as tests pass": Loop(rule=block_mutants.StopAtFailure()),
     "block: product without limit": Loop(rule=block_mutants.UnclippedProduct()),
-    "tree: siblings sorted after drawing": Loop(loop_mutants.SortingDrafter),
-    "tree: siblings tested against the target": replace(TREES, rule=tree_mutants.TestAgainstTarget()),
+    "tree: siblings sorted after drawing": Loop(loop_mutants.SortingDrafter, num_generations=FEWER),
+    "tree: siblings tested against the target": replace(
+        TREES, rule=tree_mutants.TestAgainstTarget(), num_generations=FEWER
+    ),
     "tree: bonus of the last position": replace(TREES, rule=tree_mutants.BonusOfLastPosition()),
-    "tree: read as a chain": replace(TREES, scorer=loop_mutants.ChainScorer),
+    "tree: read as a chain": replace(TREES, scorer=loop_mutants.ChainScorer, num_generations=FEWER),
 }
 SOUND = {
     "supports of five": Loop(),

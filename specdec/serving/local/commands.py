@@ -7,6 +7,9 @@ from itertools import count
 from specdec.serving.local.options import MODEL_FREE, NO_DRAFT, Options
 from specdec.serving.settings import ENV_PREFIX, settings_of, variable_names
 
+# workers compute for as long as they are let; what answers clients, on the same cores, needs a moment now and then
+WORKER_NICENESS = 10
+
 
 @dataclass(frozen=True, slots=True)
 class Command:
@@ -16,6 +19,7 @@ class Command:
     module: str
     flags: tuple[str, ...]
     num_threads: int = 1
+    niceness: int = 0  # unless the environment says otherwise
     variables: Mapping[str, str] = field(default_factory=dict)  # what must not be on a command line
 
     @property
@@ -58,7 +62,7 @@ def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", 
         *_common_flags(options, next(ports)),
     )
     name = f"{kind} worker {number + 1}" if number else f"{kind} worker"
-    return Command(name, f"{kind}_service", flags, num_threads)
+    return Command(name, f"{kind}_service", flags, num_threads, WORKER_NICENESS)
 
 
 def _target_flags(options: Options) -> tuple[str, ...]:
@@ -128,4 +132,6 @@ def environment_of(command: Command, environment: Mapping[str, str]) -> dict[str
         "PYTHONUNBUFFERED": "1",
         "TQDM_DISABLE": "1",  # its bars are no lines
     }
+    if command.niceness:
+        defaults[f"{ENV_PREFIX}NICENESS"] = str(command.niceness)
     return defaults | kept | dict(command.variables)
