@@ -363,8 +363,12 @@ def commands_with_toys(options: Options, num_cores: int) -> list[Command]:
 
 @asynccontextmanager
 async def services(target: Path, draft: Path) -> AsyncIterator[Services]:
-    """Run the services; supports are cut short, so that tails take part."""
-    with environment(SPECDEC_SUPPORT_MASS=str(SUPPORT_MASS), SPECDEC_SUPPORT_MAX=str(SUPPORT_MAX)):
+    """Run the services; supports are cut short, so that tails take part.
+
+    Workers let nobody go first: what is judged is drafts, and on a busy machine they would come too late for a round.
+    """
+    variables = {"SUPPORT_MASS": SUPPORT_MASS, "SUPPORT_MAX": SUPPORT_MAX, "NICENESS": 0}
+    with environment(**{f"SPECDEC_{name}": str(value) for name, value in variables.items()}):
         started = Services(target, draft)
         async with started.stack:
             yield started

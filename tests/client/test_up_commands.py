@@ -133,7 +133,7 @@ def test_services_get_their_own_variables() -> None:
 
 def test_workers_let_others_go_first_unless_told_otherwise() -> None:
     [target, draft] = worker_commands(Options("t", "d"), num_cores=2)
-    assert environment_of(target, {})["SPECDEC_NICENESS"] == environment_of(draft, {})["SPECDEC_NICENESS"] == "10"
+    assert environment_of(target, {})["SPECDEC_NICENESS"] == environment_of(draft, {})["SPECDEC_NICENESS"] == "5"
     assert environment_of(target, {"SPECDEC_NICENESS": "0"})["SPECDEC_NICENESS"] == "0"
     assert "SPECDEC_NICENESS" not in environment_of(coordinator_command(Options("t"), [1], []), {})
 

@@ -7,8 +7,9 @@ from itertools import count
 from specdec.serving.local.options import MODEL_FREE, NO_DRAFT, Options
 from specdec.serving.settings import ENV_PREFIX, settings_of, variable_names
 
-# workers compute for as long as they are let; what answers clients, on the same cores, needs a moment now and then
-WORKER_NICENESS = 10
+# workers compute for as long as they are let; what answers clients, on the same cores, needs a moment now and then.
+# With 10 they starve where something else is busy too, and drafts come too late
+WORKER_NICENESS = 5
 
 
 @dataclass(frozen=True, slots=True)
