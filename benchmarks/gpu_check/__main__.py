@@ -24,7 +24,7 @@ REPORT = Path("docs/gpu-check.md")
 
 def main() -> None:
     """Write the report; exit with 1 where a check failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     parser.add_argument("--report", type=Path, default=REPORT, help=f"where it is written (default: {REPORT})")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no measurement begins (default: 8)")
