@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.errors import CacheFull
-from specdec.engine.pool import LayerShape
+from specdec.engine.pool import LayerShape, allocating, num_blocks_within
 
 
 class LayerPool:
@@ -53,18 +52,10 @@ class ContiguousPool:
     ) -> None:
         shapes = list(shapes)
         self.block_tokens = block_tokens
-        block_bytes = block_tokens * sum(shape.num_bytes(dtype) for shape in shapes)
-        self.num_blocks = num_bytes // block_bytes
-        if self.num_blocks < 1:
-            raise CacheFull(
-                f"a KV cache of {num_bytes} bytes holds not one block of {block_tokens} tokens "
-                f"({block_bytes} bytes); give it more bytes"
-            )
+        self.num_blocks = num_blocks_within(num_bytes, shapes, block_tokens, dtype)
         num_slots = self.num_blocks * block_tokens
-        try:
+        with allocating(num_bytes):
             self.layers = [LayerPool(shape, num_slots, dtype, device) for shape in shapes]
-        except RuntimeError as error:  # what torch raises on CPUs; on GPUs a subclass of it
-            raise CacheFull(f"a KV cache of {num_bytes} bytes does not fit into memory; give it fewer") from error
         self._tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values)]
         self._runs: dict[str, _Run] = {}
 

@@ -75,20 +75,11 @@ def load_language_model(
     """
     chosen = choose_device(device)
     by_default = _rowwise_backend if quantization == "int8" else _backend
-    options = _Options(
-        name_or_path,
-        kv_cache_bytes,
-        block_tokens or _block_tokens(chosen),
-        self_check,
-        new_backend or by_default,
-        group,
-    )
+    block_tokens = block_tokens or _block_tokens(chosen)
+    options = _Options(name_or_path, kv_cache_bytes, block_tokens, self_check, new_backend or by_default, group)
     if group is not None:
         _refuse_shared(name_or_path, layers, quantization)
-        try:
-            return _load_share(options, check_device(chosen, group.place), dtype)
-        except RuntimeError as error:  # what torch raises where a process has ended; an EngineError is none
-            raise GroupLost(f"{name_or_path} was not loaded by all processes that share it: {error}") from error
+        return _load_with(group, options, chosen, dtype)
     model = _load(options, chosen, dtype, layers)
     if new_backend is None and lacks_kernel(model.device, model.dtype):
         remedy = "install a C compiler, then install specdec again; until then attention is slower"
@@ -149,9 +140,16 @@ def _refuse_shared(name: str, layers: Sequence[int], quantization: Quantization 
         raise ModelRefused(f"{name} cannot be served with {what} by several processes; use one, or leave that out")
 
 
-def _load_share(options: _Options, device: torch.device, dtype: str) -> LanguageModel:
-    """Load this process's share of the weights, while the others of the group load theirs."""
-    assert options.group is not None
+def _load_with(group: Group, options: _Options, device: torch.device, dtype: str) -> LanguageModel:
+    """Load this process's share of the weights, while the others of the group load theirs. Raises GroupLost."""
+    try:
+        return _load_share(group, options, check_device(device, group.place), dtype)
+    except RuntimeError as error:  # what torch raises where a process has ended; an EngineError is none
+        raise GroupLost(f"{options.name} was not loaded by all processes that share it: {error}") from error
+
+
+def _load_share(group: Group, options: _Options, device: torch.device, dtype: str) -> LanguageModel:
+    """Load this process's share, compare it with the whole where that is affordable, and its cache with the others'."""
     pretrained = load_pretrained(options.name, device, dtype, num_shares=options.num_shares)
     if options.self_check and is_affordable(pretrained):
         reference = Reference(load_pretrained(options.name, device, "float32"))
@@ -160,7 +158,7 @@ def _load_share(options: _Options, device: torch.device, dtype: str) -> Language
         reference.check(_pack(share, small, fused=False))
         del share
     model = _serve(pretrained, options, fused=False)
-    options.group.check_equal(model.cache.num_blocks, "blocks in their KV caches")
+    group.check_equal(model.cache.num_blocks, "blocks in their KV caches")
     return model
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from specdec.engine.errors import CacheFull
-from specdec.engine.pool import LayerShape
+from specdec.engine.pool import LayerShape, allocating, num_blocks_within
 
 
 class LayerPages:
@@ -52,17 +51,9 @@ class PagedPool:
         shapes = list(shapes)
         self.block_tokens = block_tokens
         self.device = torch.device(device)
-        page_bytes = block_tokens * sum(shape.num_bytes(dtype) for shape in shapes)
-        self.num_blocks = self.scratch_page = num_bytes // page_bytes
-        if self.num_blocks < 1:
-            raise CacheFull(
-                f"a KV cache of {num_bytes} bytes holds not one block of {block_tokens} tokens "
-                f"({page_bytes} bytes); give it more bytes"
-            )
-        try:
+        self.num_blocks = self.scratch_page = num_blocks_within(num_bytes, shapes, block_tokens, dtype)
+        with allocating(num_bytes):
             self.layers = [LayerPages(shape, self.num_blocks + 1, block_tokens, dtype, device) for shape in shapes]
-        except RuntimeError as error:  # what torch raises on CPUs; on GPUs a subclass of it
-            raise CacheFull(f"a KV cache of {num_bytes} bytes does not fit into memory; give it fewer") from error
         self._free = list(range(self.num_blocks - 1, -1, -1))  # the last is taken first
         self._pages: dict[str, list[int]] = {}
 

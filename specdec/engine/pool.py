@@ -1,9 +1,12 @@
 """The interface between the cache, which decides who holds how many blocks, and the storage of keys and values."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
+
+from specdec.engine.errors import CacheFull
 
 
 class LayerShape(NamedTuple):
@@ -50,3 +53,24 @@ class KvPool(Protocol):
     def compact(self, key: str, first: int, slots: Sequence[int]) -> None:
         """Move a sequence's `slots`, increasing and from `first` on, to `first` and the slots after it."""
         ...
+
+
+def num_blocks_within(num_bytes: int, shapes: Iterable[LayerShape], block_tokens: int, dtype: torch.dtype) -> int:
+    """Return how many blocks `num_bytes` hold. Raises CacheFull if that is none."""
+    block_bytes = block_tokens * sum(shape.num_bytes(dtype) for shape in shapes)
+    num_blocks = num_bytes // block_bytes
+    if num_blocks < 1:
+        raise CacheFull(
+            f"a KV cache of {num_bytes} bytes holds not one block of {block_tokens} tokens "
+            f"({block_bytes} bytes); give it more bytes"
+        )
+    return num_blocks
+
+
+@contextmanager
+def allocating(num_bytes: int) -> Iterator[None]:
+    """Raise CacheFull where the storage that is made meanwhile is more than the device has."""
+    try:
+        yield
+    except RuntimeError as error:  # what torch raises on CPUs; on GPUs a subclass of it
+        raise CacheFull(f"a KV cache of {num_bytes} bytes does not fit into memory; give it fewer") from error
