@@ -73,6 +73,11 @@ CASES = {
     "top_p 0.8": Case(SamplingParams(top_p=0.8)),
     "top_k 3": Case(SamplingParams(top_k=3)),
     "penalties": Case(SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)),
+    "plain": Case(speculation=SpeculationParams(num_draft_tokens=0)),  # all rounds but the first are scored ahead
+    "plain, penalties": Case(
+        SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+        SpeculationParams(num_draft_tokens=0),
+    ),
     "n-gram": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="ngram")),
     "draft killed": Case(kills_draft=True),
     "token rule": Case(
@@ -270,10 +275,10 @@ def spread(begun: list[Mass], text: History, weights: np.ndarray) -> None:
 def expected_rate(case: Case, target: Path, draft: Path) -> float | None:
     """Return a case's acceptance rate by its models.
 
-    None for trees, for automatic K, where weights are rounded, and where the coordinator drafts by a grammar.
+    None for plain decoding, trees, automatic K, rounded weights, and where the coordinator drafts by a grammar.
     """
     is_unknown = case.draft == ROUNDED or case.sampling.regex == FORCING
-    if case.speculation.num_draft_tokens is None or case.speculation.drafter in TREE_DRAFTERS or is_unknown:
+    if not case.speculation.num_draft_tokens or case.speculation.drafter in TREE_DRAFTERS or is_unknown:
         return None
     rule = case.speculation.acceptance_rule or AcceptanceRuleName.BLOCK
     rows = drafted_by(case, target, draft)
@@ -477,7 +482,9 @@ class Result:
 
     @property
     def drafts_came(self) -> bool:
-        """Return whether something was drafted, and rounds hardly ever went on without their drafter."""
+        """Return whether something was drafted where that was asked for, and hardly any round lacked its drafter."""
+        if CASES[self.name].speculation.num_draft_tokens == 0:
+            return self._sum("num_draft_tokens") == 0
         num_tolerated = MAX_FAILED_DRAFTS * len(self.completions)
         return self.num_failed_drafts <= num_tolerated and self._sum("num_draft_tokens") > 0
 

@@ -58,7 +58,9 @@ async def measured_us(kind: str) -> float:
     class Scorer:
         """Finds token 1 a little less probable."""
 
-        async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+        async def score(
+            self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        ) -> Scored:
             """Return the answers."""
             before = TargetDistribution((0.6, 0.3), 0.1, 3)
             after = TargetDistribution((), 1.0, 4)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
-from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
 from specdec.exact.acceptance import AcceptanceRule
@@ -67,10 +67,13 @@ class RoundDrafter(Protocol):
 class RoundScorer(Protocol):
     """Scores a proposal with the target model."""
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         """Return the target's distributions at the N + 1 positions of a proposal of N tokens.
 
-        `observes` is whether the target shall observe what the session's drafters asked for.
+        `observes` is whether the target shall observe what the session's drafters asked for; `plain_follows`, whether
+        the next round will hardly have draft tokens, so that the target may go on with the token that it draws.
         """
         ...
 
@@ -216,7 +219,9 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    scored = await parts.scorer.score(generation.committed, proposal, plan.observes)
+    scored = await parts.scorer.score(
+        generation.committed, proposal, plan.observes, _is_plain_next(generation, plan, available)
+    )
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
     parts.chooser.settle(generation.committed)
@@ -234,6 +239,11 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
         )
     )
     return finished_round
+
+
+def _is_plain_next(generation: Generation, plan: DraftPlan, available: Sequence[str]) -> bool:
+    """Return whether a round without drafts will most likely be followed by another one."""
+    return (plan == RESTING or not available) and generation.remaining_tokens > 1
 
 
 async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal) -> Round:

@@ -146,7 +146,9 @@ class SessionScorer:
         self._on_mismatch = on_mismatch
         self._num_prompt_tokens = num_prompt_tokens
 
-    async def score(self, committed: Sequence[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: Sequence[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer.
 
         A round that fails at one worker is asked at another: where one is in service without a long pause, and also
@@ -155,7 +157,7 @@ class SessionScorer:
         begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
         while True:
             try:
-                return await self._score(committed, proposal, observes)
+                return await self._score(committed, proposal, observes, plain_follows)
             except RETRIED as error:
                 failures[type(error)] += 1
                 await self._prepare_retry(error)
@@ -198,10 +200,10 @@ class SessionScorer:
             return UnavailableError(f"{message} (last: {error})", error.retry_after_s)
         return error
 
-    async def _score(self, committed: Sequence[int], proposal: Proposal, observes: bool) -> Scored:
+    async def _score(self, committed: Sequence[int], proposal: Proposal, observes: bool, plain_follows: bool) -> Scored:
         def message(start: int, tokens: Sequence[int], prefix_digest: bytes, number: int) -> target_pb2.ScoreRequest:
             score = codec.score_to_proto(start, tokens, proposal, observes)
-            score.prefix_digest, score.round = prefix_digest, number
+            score.prefix_digest, score.round, score.plain_follows = prefix_digest, number, plain_follows
             score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 

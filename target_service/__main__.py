@@ -44,7 +44,7 @@ async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]
         engine = new_engine(settings, model, scorer)
         METRICS.watch(engine)
         grammars = GrammarCompiler(lambda: load_tokenizer(settings.model).to_str(), info.vocab_size, info.eos_token_ids)
-        servicer = TargetServicer(engine, scorer, info, grammars)
+        servicer = TargetServicer(engine, scorer, info, grammars, settings.score_ahead)
         target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
         status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer("target"), server.grpc)
         async with running(engine, server, settings.stalled_s):

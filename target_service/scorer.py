@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from specdec.engine import Task
+from specdec.engine import Feed, Task
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError
 from specdec.exact import codec
 from specdec.exact.randomness import Purpose, uniforms
@@ -69,7 +69,12 @@ class Watch:
 class ScoreTask(Task[Scores]):
     """One session's round in the engine: logits at the last committed token and at the N draft tokens."""
 
-    def __init__(self, session: WorkerSession, given: ScoreRound, watch: Watch, match: bool) -> None:
+    digest = b""  # of the committed tokens, once they are cached
+
+    def __init__(
+        self, session: WorkerSession, given: ScoreRound, watch: Watch, match: bool, num_committed: int | None = None
+    ) -> None:
+        """`num_committed` is less than the committed length where a token that is not yet committed counts as one."""
         num_draft_tokens = len(given.draft_tokens)
         super().__init__(
             session.key,
@@ -77,8 +82,9 @@ class ScoreTask(Task[Scores]):
             [*given.tokens, *given.draft_tokens],
             num_draft_tokens + 1,
             parents=given.parents,
-            num_committed=given.committed_length,
+            num_committed=given.committed_length if num_committed is None else num_committed,
             match=match,
+            on_draft=True,  # the digest proves what is kept
             prefix_digest=given.prefix_digest,
             hidden_layers=watch.request.hidden_layers,
             num_observed=watch.window + num_draft_tokens if watch.request.hidden_layers else 0,
@@ -99,6 +105,12 @@ class ScoreTask(Task[Scores]):
         super().prepare()
         if self.watch.request.num_top_tokens:
             self.num_rows = min(len(self.tokens), self.watch.window + self.num_positions - 1)
+
+    def note_fed(self, feed: Feed, hidden_states: torch.Tensor | None) -> None:
+        """Take note of a forward; with the last one the committed text is cached."""
+        super().note_fed(feed, hidden_states)
+        if not self.tokens:
+            self.digest = self.sequence.prefix_digest(self.round.committed_length)
 
     def contexts(self) -> list[SamplingContext]:
         """Return what each position's distribution depends on, [N + 1]. Raises InvalidArgumentError by its grammar."""

@@ -7,7 +7,7 @@ from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
-from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
+from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import (
@@ -22,6 +22,7 @@ from specdec.serving.telemetry import get_logger
 from specdec.serving.writing import Writer
 from specdec.types import MAX_DRAFT_TOKENS, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
+from target_service.ahead import ScoringAhead
 from target_service.metrics import METRICS
 from target_service.observing import Observing, observing_from_proto
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
@@ -33,9 +34,15 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """Serves one model."""
 
     def __init__(
-        self, engine: EngineLoop[ScoreTask], scorer: Scorer, model: ModelInfo, grammars: GrammarCompiler | None = None
+        self,
+        engine: EngineLoop[ScoreTask],
+        scorer: Scorer,
+        model: ModelInfo,
+        grammars: GrammarCompiler | None = None,
+        scores_ahead: bool = True,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
+        self.scores_ahead = scores_ahead
         self._scorer = scorer
         self._model = model
         self._grammars = grammars
@@ -58,11 +65,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def forget(self, session: WorkerSession) -> None:
         """Free a session's cache."""
-        self._engine.forget(session.key)
+        self.engine.forget(session.key)
 
     def leave(self, session: WorkerSession) -> None:
         """Let a session's cache make room for others: its stream has ended."""
-        self._engine.leave(session.key)
+        self.engine.leave(session.key)
 
     def _check_model(self, fingerprint: str) -> None:
         """Refuse a session whose text belongs to another model. Raises ModelMismatchError."""
@@ -71,13 +78,15 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
     async def score(
-        self, session: WorkerSession, message: target_pb2.Score, observing: Observing, match: bool
+        self, session: WorkerSession, message: target_pb2.Score, observing: Observing, ahead: ScoringAhead, match: bool
     ) -> target_pb2.ScoreResponse:
         """Score one round; `match` keeps cached tokens after `start` that are the same."""
-        given = self._checked(message)
-        task = self._scorer.task(session, given, observing.of_round(message), match)
+        given, request = self._checked(message), observing.of_round(message)
+        task = ahead.take(given, request) or self._scorer.task(session, given, request, match)
+        if message.plain_follows and self._may_go_on(session, given, request):
+            ahead.begin(task)
         try:
-            scores = await run_task(self._engine, task)
+            scores = await run_task(self.engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load())
         self._report(session, given, task)
@@ -87,6 +96,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
         response.load.CopyFrom(self._load())
         return response
+
+    def _may_go_on(self, session: WorkerSession, given: ScoreRound, request: ObservationRequest) -> bool:
+        """Return whether the plain round after this one may be scored ahead; a grammar's is left to its coordinator."""
+        is_plain = not given.draft_tokens and not request and session.sampling.grammar is None
+        return self.scores_ahead and is_plain and given.committed_length < self._model.context_length
 
     def _checked(self, message: target_pb2.Score) -> ScoreRound:
         """Check a round, so that nothing in it can harm another session.
@@ -140,7 +154,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         )
 
     def _load(self) -> types_pb2.Load:
-        load = self._engine.load
+        load = self.engine.load
         return types_pb2.Load(
             num_waiting=load.num_waiting,
             num_running=load.num_running,
@@ -153,7 +167,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def in_progress(self) -> target_pb2.ScoreResponse | None:
         """Return the message that a round will be answered; None while a forward takes too long to promise it."""
-        if self._engine.is_stalled(MAX_STEP_S):
+        if self.engine.is_stalled(MAX_STEP_S):
             return None
         return target_pb2.ScoreResponse(in_progress=True, load=self._load())
 
@@ -165,11 +179,12 @@ class ScoreRounds(SessionRounds):
         super().__init__(session)
         self._servicer = servicer
         self._observing = observing
+        self._ahead = ScoringAhead(servicer.engine)
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
         """Score one round."""
         await self.session.grammar.compile(self.session.sampling)
-        return await self._servicer.score(self.session, message, self._observing, match=is_first)
+        return await self._servicer.score(self.session, message, self._observing, self._ahead, match=is_first)
 
     def in_progress(self) -> target_pb2.ScoreResponse | None:
         """Say that the round will be answered."""
@@ -177,9 +192,11 @@ class ScoreRounds(SessionRounds):
 
     def leave(self, is_latest: bool) -> None:
         """Keep the session's cache only while nobody else needs the room, unless a newer stream uses it."""
+        self._ahead.stop()
         if is_latest:
             self._servicer.leave(self.session)
 
     def forget(self) -> None:
         """Free the session's cache."""
+        self._ahead.stop()
         self._servicer.forget(self.session)

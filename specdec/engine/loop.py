@@ -6,13 +6,16 @@ A task's life:
 3. Its tokens join the batch: rounds first, then pieces of prompts up to `prefill_chunk_tokens`, fewer beside rounds.
 4. When its last token is appended the processor gets the task and its logits, together with all others that are due.
 5. The processor ends it, or gives it more tokens (3.). Its end wakes the awaiting coroutine.
-A session that the cache has no room for waits, first come first served, until others end or had their turn. When a task
-fails, its sequence is truncated to the length that it had when the task began. When it is cancelled, the sequence keeps
-what was read of the committed text too: a prompt that takes longer than its caller waits is read in several attempts.
+A task that follows another one (`EngineLoop.follow`) arrives the moment that one has ended well, without a way through
+the event loop. A session that the cache has no room for waits, first come first served, until others end or had their
+turn. When a task fails, its sequence is truncated to the length that it had when the task began. When it is cancelled,
+the sequence keeps what was read of the committed text too: a prompt that takes longer than its caller waits is read in
+several attempts.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +28,7 @@ from specdec.engine.batch import DECODING_TOKENS, TaskT
 from specdec.engine.errors import Abandoned, EngineError, where_raised
 from specdec.engine.feed import Feed, ForwardOutput
 from specdec.engine.schedule import Forwards, Schedule
-from specdec.engine.task import Submission, Task
+from specdec.engine.task import Submission, Task, TaskState
 from specdec.engine.worker_thread import WorkerThread
 from specdec.outside import REAL, Outside
 
@@ -79,30 +82,44 @@ class EngineLoop(WorkerThread[TaskT]):
         self._outside = outside
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens, turn_s, outside)
         self._forgotten: set[str] = set()
-        self._num_arrived = 0
+        self._numbers = itertools.count(1)  # of tasks, as they arrive
         self._num_failed_batches = 0  # of those that the processor got, since the last one that it took
 
     # --- called from anywhere
 
     async def run(self, task: TaskT) -> Any:
-        """Run `task` to its end and return what it finished with, or raise what it failed with.
+        """Run `task` to its end, if it does not run already; return what it ends with, or raise what it fails with.
 
         Cancelling drops the task at the next step; other tasks of its batch are not affected.
         """
         if self._stopping or not self._thread.is_alive():
             raise EngineError("the engine is not running; start it first, or ask another worker")
-        self._num_arrived += 1
-        submission: Submission[Any] = Submission(self._num_arrived, self._outside.now_s)
-        task.submit(submission)
-        self._inbox.put(task)
-        if self._stopping:  # the thread may have emptied the inbox for the last time
+        if not task.follows:
+            self._submit(task)
+            self._inbox.put(task)
+        if self._stopping and not task.done:  # the thread may have emptied the inbox for the last time
             raise EngineError("the engine is stopping; ask another worker")
         try:
-            return await submission.future
+            return await task.submission.future
         except asyncio.CancelledError:
-            submission.abandoned = True
-            self._call(lambda: None)  # wakes the thread
+            self.drop(task)
             raise
+
+    def follow(self, previous: TaskT, task: TaskT) -> None:
+        """Begin `task` when `previous`, whose sequence it goes on with, has ended well; `run` awaits its end.
+
+        It fails where `previous` fails. Returns at once.
+        """
+        task.follows = True
+        self._submit(task)
+        self._call(lambda: self._follow(previous, task))
+
+    def drop(self, task: TaskT) -> None:
+        """Give up a task that nobody awaits. Returns at once."""
+        self._call(lambda: self._drop(task))
+
+    def _submit(self, task: TaskT) -> None:
+        task.submit(Submission(next(self._numbers), self._outside.now_s))
 
     def forget(self, key: str) -> None:
         """Free the sequence `key`, once the tasks on it that were run before have ended. Returns at once."""
@@ -163,6 +180,25 @@ class EngineLoop(WorkerThread[TaskT]):
         if batch:
             self._forward(batch)
         self._deliver_ends()
+
+    def _drop(self, task: TaskT) -> None:
+        task.submission.abandoned = True
+
+    def _follow(self, previous: TaskT, task: TaskT) -> None:
+        if previous.state is TaskState.ENDED:
+            self._begin_after(previous, task)
+        else:
+            previous.following = task
+
+    def _begin_after(self, previous: Task[Any], task: Task[Any]) -> None:
+        """Let a task arrive, unless what it follows has failed or its session is over."""
+        if previous.submission.error or task.submission.abandoned or task.key in self._forgotten:
+            task.fail(EngineError("the task that it follows failed, or was the last one"))
+            self._deliver(task)
+            return
+        task.submission.arrive(next(self._numbers), self._outside.now_s())
+        task.begin_after(previous)
+        self._schedule.add(task)  # type: ignore[arg-type]  # of the type of `previous`
 
     def _fail_abandoned(self) -> None:
         for task in self._schedule.tasks:
@@ -227,10 +263,15 @@ class EngineLoop(WorkerThread[TaskT]):
             task.fail(error)
 
     def _deliver_ends(self) -> None:
-        """Take out the tasks that are done and wake the coroutines that await them."""
+        """Take out the tasks that are done, begin those that follow, and wake the coroutines that await them."""
         for task in self._schedule.end_done():
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the task any more
-                task.submission.event_loop.call_soon_threadsafe(task.submission.deliver)
+            if task.following:
+                self._begin_after(task, task.following)
+            self._deliver(task)
+
+    def _deliver(self, task: Task[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the task any more
+            task.submission.event_loop.call_soon_threadsafe(task.submission.deliver)
 
     def _fail_everything(self) -> None:
         self._take_arrivals()

@@ -93,6 +93,8 @@ class Task(Generic[ResultT]):
         self.timings = TaskTimes()
         self.state = TaskState.NEW
         self.has_proceeded = False  # all that it began with was fed
+        self.follows = False  # another one; it runs when that one has ended well
+        self.following: Task[Any] | None = None
         self._observed: list[torch.Tensor] = []
         self._first_claim = (tuple(tokens), num_rows, parents)
         self._submission: Submission[ResultT] | None = None
@@ -147,6 +149,14 @@ class Task(Generic[ResultT]):
             on_draft=self.on_draft,
             prefix_digest=self.prefix_digest,
         )
+
+    def begin_after(self, previous: "Task[Any]") -> None:
+        """Take from a task that has ended well, in the same loop, what this one follows: see `EngineLoop.follow`."""
+
+    def append_instead(self, start: int, tokens: list[int]) -> None:
+        """Append other tokens than it was made with; before it runs."""
+        self.start, self.tokens = start, list(tokens)
+        self._first_claim = (tuple(tokens), *self._first_claim[1:])
 
     def proceed(self, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:
         """Append `tokens` next, instead of ending."""
@@ -207,8 +217,7 @@ class Submission(Generic[ResultT]):
     """What the loop remembers of a task: who awaits it, and its outcome."""
 
     def __init__(self, number: int, now_s: Callable[[], float] = REAL.now_s) -> None:
-        self.number = number  # in order of arrival
-        self.arrived_s = now_s()
+        self.arrive(number, now_s())
         self._now_s = now_s
         self.event_loop = asyncio.get_running_loop()
         self.future: asyncio.Future[ResultT] = self.event_loop.create_future()
@@ -216,6 +225,11 @@ class Submission(Generic[ResultT]):
         self.has_outcome = False
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def arrive(self, number: int, now_s: float) -> None:
+        """Count as arrived now."""
+        self.number = number  # in order of arrival
+        self.arrived_s = now_s
 
     @property
     def age_s(self) -> float:
@@ -232,5 +246,6 @@ class Submission(Generic[ResultT]):
             return
         if self.error is not None:
             self.future.set_exception(self.error)
+            self.future.exception()  # looked at: nobody may await a task that follows another one
         else:
             self.future.set_result(self.result)

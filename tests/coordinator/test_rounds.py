@@ -54,13 +54,15 @@ class TracedScorer(ToyScorer):
     trace: Trace
     before: Callable[[int], Awaitable[object] | None] = lambda number: None
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         number = sum(kind == "score" for kind, _ in self.trace.events)
         self.trace.events.append(("score", number))
         waiting = self.before(number)
         if waiting is not None:
             await waiting
-        return await ToyScorer.score(self, committed, proposal, observes)
+        return await ToyScorer.score(self, committed, proposal, observes, plain_follows)
 
 
 class Rounds:
@@ -289,8 +291,10 @@ class RecordingChooser(PlanChooser):
 class ReplacedScorer(TracedScorer):
     """A worker that had to read everything in the fourth round."""
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
-        scored = await TracedScorer.score(self, committed, proposal, observes)
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
+        scored = await TracedScorer.score(self, committed, proposal, observes, plain_follows)
         number = sum(kind == "score" for kind, _ in self.trace.events)
         return replace(scored, num_fed=41) if number == 4 else scored
 

@@ -157,11 +157,13 @@ class ObservedTarget(ToyScorer):
     layers: tuple[int, ...] = ()
     num_seen: int = 0
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         """Return the answers with observations."""
         assert isinstance(self.model, KnownTarget)
         assert self.model.table
-        scored = await ToyScorer.score(self, committed, proposal, observes)
+        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows)
         states = [self.model.table.states_at(committed, self.layers)[self.num_seen :]]
         for token in range(len(proposal)):
             path = [proposal.tokens[index] for index in path_to(token + 1, proposal.tree)]

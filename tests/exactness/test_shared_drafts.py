@@ -80,9 +80,11 @@ class ServedDrafter(ToyDrafter):
 class RankingScorer(ToyScorer):
     """Also sends all tokens, the most probable first, at the last committed token and at each draft token."""
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal, observes)
+        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows)
         if not observes:
             return scored
         ranked = self.distributions(tuple(committed), proposal).argsort(dim=-1, descending=True).tolist()

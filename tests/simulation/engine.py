@@ -105,8 +105,9 @@ class ToyLanguageModel:
         feed.sequence.append(feed.tokens, feed.parents)
         self.num_fed += len(feed.tokens)
         tokens = list(feed.sequence.tokens)
-        if feed.num_rows:
-            self._on_scored(feed.sequence.key, tuple(tokens[: feed.sequence.num_committed]))
+        if feed.num_rows:  # a token that is scored ahead counts as a draft token, and has a row of its own
+            length = max(feed.sequence.num_committed, len(tokens) - feed.num_rows + 1)
+            self._on_scored(feed.sequence.key, tuple(tokens[:length]))
         num_tree = len(feed.parents)
         first = len(tokens) - feed.num_rows
         base = len(tokens) - num_tree

@@ -380,4 +380,11 @@ MISTAKES = [
         "if False:",
         10,
     ),
+    Mistake(
+        "a round is scored ahead after another token than was drawn",
+        "target_service.ahead:AheadTask.begin_after",
+        "self.append_instead(self.round.start, [token])",
+        "self.append_instead(self.round.start, [UNKNOWN])",
+        1,
+    ),
 ]

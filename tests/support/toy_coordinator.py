@@ -54,9 +54,11 @@ class Scorer(ToyScorer):
     num_closed = num_abandoned = 0
     before: Callable[[int], Any]
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         await self.before(len(committed) - len(PROMPT))
-        return await super().score(committed, proposal, observes)
+        return await super().score(committed, proposal, observes, plain_follows)
 
     async def close(self) -> None:
         self.num_closed += 1

@@ -252,7 +252,9 @@ class ToyScorer:
     model: ToyModel
     seed: int
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         """Return the target's answers at the N + 1 positions."""
         probs, outside = self.answer(tuple(committed), proposal)
         tokens, masses = (each.tolist() for each in draw_dense(outside, self.draws(len(committed), len(outside))))
@@ -292,9 +294,11 @@ class ToyScorer:
 class ObservedScorer(ToyScorer):
     """Also observes its most probable next token at the last committed token and at each draft token."""
 
-    async def score(self, committed: list[int], proposal: Proposal, observes: bool = True) -> Scored:
+    async def score(
+        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+    ) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal, observes)
+        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows)
         if not observes:
             return scored
         tops = self.distributions(tuple(committed), proposal).argmax(dim=-1).tolist()

@@ -1,0 +1,193 @@
+"""Rounds that are scored before they are asked for: the same answers, used for exactly the round that they are of."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from prometheus_client import REGISTRY
+
+from specdec.exact.prefix import chain
+from specdec.exact.values import ObservationRequest
+from specdec.types import SamplingParams
+from specdec.v1 import target_pb2 as pb
+from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target, packed_supports, score_request
+from tests.workers.conftest import Reference
+from tests.workers.target_service.streams import DRAFT, SUPPORTS, assert_scores, decoded, in_module_loop, values
+
+NUM_ROUNDS = 12
+SAMPLINGS = {
+    "plain": PLAIN,
+    "greedy": SamplingParams(temperature=0, seed=1),
+    "penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4, seed=2),
+    "log probabilities": SamplingParams(top_p=0.9, seed=3, num_logprobs=2),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def without(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A worker that scores nothing ahead."""
+    async with connected_target(model_folder, score_ahead=False) as connected:
+        yield connected
+
+
+def count_of(name: str) -> float:
+    return REGISTRY.get_sample_value(f"specdec_target_ahead_{name}_total") or 0.0
+
+
+@pytest.fixture
+def counted() -> Callable[[], tuple[float, float]]:
+    """Return how many rounds were begun ahead since the test began, and how many of them were asked for."""
+    before = count_of("rounds"), count_of("hits")
+    return lambda: (count_of("rounds") - before[0], count_of("hits") - before[1])
+
+
+async def begun(stream: TargetStream, start: int, tokens: list[int]) -> pb.ScoreResponse:
+    """Run a plain round that says that another one follows."""
+    return await stream.ask(score_request(start=start, tokens=tokens, plain_follows=True))
+
+
+def drawn(answer: pb.ScoreResponse) -> int:
+    return int.from_bytes(answer.tail_tokens[:4], "little")
+
+
+async def decode(stream: TargetStream, *, num_rounds: int = NUM_ROUNDS) -> list[pb.ScoreResponse]:
+    """Decode plainly."""
+    text = list(PROMPT)
+    answers = [await begun(stream, 0, text)]
+    while len(answers) < num_rounds:
+        text.append(drawn(answers[-1]))
+        answers.append(await begun(stream, len(text) - 1, text[-1:]))
+    return answers
+
+
+@in_module_loop
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_answers_are_those_of_a_worker_that_scores_nothing_ahead(
+    channel: grpc.aio.Channel,
+    without: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+    name: str,
+) -> None:
+    expected = await decode(TargetStream(without, next(names), SAMPLINGS[name]))
+    assert counted() == (0, 0)
+    stream = TargetStream(channel, next(names), SAMPLINGS[name])
+    assert list(map(values, await decode(stream))) == list(map(values, expected))
+    await stream.close()
+    assert counted() == (NUM_ROUNDS, NUM_ROUNDS - 1), "only the last one was not asked for"
+
+
+@in_module_loop
+async def test_drafts_can_follow_instead(
+    channel: grpc.aio.Channel, names: Iterator[str], reference: Reference, counted: Callable[[], tuple[float, float]]
+) -> None:
+    """What the worker knows of the text then is what was committed: the token that it drew is still there."""
+    stream = TargetStream(channel, next(names))
+    text = [*PROMPT, drawn((await decode(stream, num_rounds=2))[-1])]
+    text.insert(len(PROMPT), stream.text[len(PROMPT)])
+    answer = await stream.score(len(text) - 1, text[-1:], DRAFT, SUPPORTS)
+    assert_scores(decoded(answer), reference(text + DRAFT).softmax(-1)[-4:], len(text))
+    assert counted() == (2, 1)
+    answer = await stream.score(len(text), [12, 13], DRAFT, SUPPORTS)
+    assert answer.cached_len == len(text) + 2
+    assert_scores(decoded(answer), reference([*text, 12, 13, *DRAFT]).softmax(-1)[-4:], len(text) + 2)
+
+
+@in_module_loop
+@pytest.mark.parametrize("what", ["another token", "two tokens", "an earlier start", "another text before it"])
+async def test_another_round_is_scored_anew(
+    channel: grpc.aio.Channel,
+    names: Iterator[str],
+    reference: Reference,
+    counted: Callable[[], tuple[float, float]],
+    what: str,
+) -> None:
+    stream = TargetStream(channel, next(names))
+    token = drawn(await begun(stream, 0, PROMPT))
+    other = (token + 1) % 200
+    tokens = {"another token": [other], "two tokens": [token, 9], "an earlier start": [PROMPT[-1], token]}
+    start = len(PROMPT) - (what == "an earlier start")
+    message = score_request(start=start, tokens=tokens.get(what, [token]))
+    if what == "another text before it":
+        message.score.prefix_digest = chain(b"", [*PROMPT[:-1], PROMPT[-1] + 1])
+        assert (await stream.ask(message)).cached_len == 0, "the worker holds other tokens"
+    else:
+        answer = await stream.ask(message)
+        text = [*PROMPT[:start], *message.score.tokens]
+        assert_scores(decoded(answer, []), reference(text).softmax(-1)[-1:], len(text))
+    assert counted() == (1, 0)
+
+
+@in_module_loop
+async def test_a_message_without_promise_ends_it(
+    channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
+) -> None:
+    stream = TargetStream(channel, next(names))
+    token = drawn(await begun(stream, 0, PROMPT))
+    await stream.score(len(PROMPT), [token])
+    await stream.close()
+    assert counted() == (1, 1)
+
+
+@in_module_loop
+@pytest.mark.parametrize("why", ["draft tokens", "observations", "a grammar", "a full context"])
+async def test_only_plain_rounds_are_scored_ahead(
+    channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]], why: str
+) -> None:
+    sampling = SamplingParams(regex="[a-z]+", seed=1) if why == "a grammar" else PLAIN
+    observations = ObservationRequest(num_top_tokens=2) if why == "observations" else None
+    stream = TargetStream(channel, next(names), sampling, observations=observations)
+    tokens = [5] * 128 if why == "a full context" else PROMPT
+    message = score_request(start=0, tokens=tokens, plain_follows=True)
+    if why == "draft tokens":
+        message.score.draft_tokens.extend(DRAFT)
+        message.score.supports.CopyFrom(packed_supports(*SUPPORTS))
+    await (stream.fail(message) if why == "a grammar" else stream.ask(message))
+    if why != "a grammar":
+        await stream.close()
+    assert counted() == (0, 0)
+
+
+@in_module_loop
+@pytest.mark.parametrize("how", ["closed", "abandoned", "taken over"])
+async def test_nothing_is_left_of_a_stream_that_ends(
+    model_folder: Path, names: Iterator[str], reference: Reference, how: str
+) -> None:
+    async with connected_target(model_folder) as channel:
+        name = next(names)
+        stream = TargetStream(channel, name, epoch=1)
+        text = [*PROMPT, drawn(await begun(stream, 0, PROMPT))]
+        if how == "closed":
+            await stream.close()
+        elif how == "abandoned":
+            await stream.abandon()
+        answer = await TargetStream(channel, name, epoch=2).score(0, [*text, 9])
+        assert_scores(decoded(answer, []), reference([*text, 9]).softmax(-1)[-1:], len(text) + 1)
+        assert (answer.load.num_running, answer.load.num_waiting) == (0, 0)
+
+
+@in_module_loop
+async def test_many_sessions_in_a_small_cache_get_their_texts(model_folder: Path, names: Iterator[str]) -> None:
+    """Places change hands while rounds are scored ahead: what was evicted is told and sent again."""
+    settings = {"kv_cache_bytes": 1 << 16, "cache_turn_s": 0.05}
+    num_missed = {False: 0, True: 0}
+    async with connected_target(model_folder, **settings) as small, connected_target(model_folder) as large:
+
+        async def text_of(channel: grpc.aio.Channel, number: int) -> list[int]:
+            stream, text, held = TargetStream(channel, next(names), SamplingParams(seed=number)), list(PROMPT), 0
+            while len(text) < len(PROMPT) + 40:
+                answer = await begun(stream, held, text[held:])
+                if answer.cached_len < held:
+                    held, num_missed[channel is small] = answer.cached_len, num_missed[channel is small] + 1
+                    continue
+                text.append(drawn(answer))
+                held = len(text) - 1
+            await stream.close()
+            return text
+
+        texts = [await asyncio.gather(*(text_of(channel, n) for n in range(24))) for channel in (small, large)]
+    assert texts[0] == texts[1]
+    assert num_missed[True] > num_missed[False] == 0
