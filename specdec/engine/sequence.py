@@ -187,14 +187,14 @@ class Sequence:
         (as many as it kept then, so that a repeated message feeds what it fed before). Then `num_committed` tokens
         count as committed. Raises CacheMiss, with the number of committed tokens, if fewer than `start` tokens are
         committed and cached. With `on_draft`, `start` may lie within the draft, up to its first branch: the caller
-        knows that the tokens before `start` are those that it drafted. With `prefix_digest`, tokens before `start` that
-        have another one are a CacheMiss of all of them, or of the draft among them.
+        knows that the tokens before `start` are those that it drafted, or has their digest. With `prefix_digest`,
+        tokens before `start` that have another one are a CacheMiss of all of them.
         """
         verified = min(self._num_committed, self.length)
         if start > (self.num_linear if on_draft else verified):
             raise CacheMiss(verified, start)
         if not self._chain.proves(self._tokens, start, prefix_digest):
-            raise CacheMiss(0 if start <= verified else verified, start)
+            raise CacheMiss(0, start)
         path = self._path(start, tokens)[: self._num_to_keep(start, match)]
         kept = max(0, min(start + len(path), start + len(tokens) - min_fed))
         fed = [*self._tokens[kept:start], *tokens[max(0, kept - start) :]]

@@ -34,7 +34,11 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_GENERATIONS = 250  # a session takes some 15 ms; `make exactness` generates 20,000 a case
-MORE_GENERATIONS = {"K = 3": 1_000, "penalties": 400}  # whose disturbed target is the hardest to tell
+MORE_GENERATIONS = {
+    "K = 3": 1_000,
+    "penalties": 400,
+    "plain, penalties": 400,
+}  # whose disturbed target is the hardest to tell
 REJECT_BELOW = 1e-6
 LEFT_TO_MAKE_EXACTNESS = {  # which has every case; these differ from one below in what is proved without a network
     *("top_p 0.8", "top_k 3", "recycle, top_p 0.8", "eagle3, top_p 0.8", "tree, top_p 0.8"),

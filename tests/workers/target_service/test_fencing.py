@@ -67,10 +67,17 @@ async def test_late_messages_of_an_older_stream_are_refused(
 
 
 @in_module_loop
-async def test_draft_tokens_are_not_a_committed_prefix(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
-    stream = TargetStream(channel, next(names))
+async def test_draft_tokens_are_a_committed_prefix_only_if_the_digest_says_so(
+    channel: grpc.aio.Channel, names: Iterator[str], reference: Reference
+) -> None:
+    stream, start = TargetStream(channel, next(names)), len(PROMPT) + 2
     await stream.score(0, PROMPT, DRAFT, SUPPORTS)
-    assert (await stream.score(len(PROMPT) + 2, [3])).cached_len == len(PROMPT)
+    for committed in (DRAFT[:1], [DRAFT[0], DRAFT[1] + 1]):
+        stream.text = [*PROMPT, *committed]
+        assert (await stream.score(start, [3])).cached_len == 0
+    stream.text = [*PROMPT, *DRAFT[:2]]
+    answer = await stream.score(start, [3])
+    assert_scores(decoded(answer, []), reference([*stream.text]).softmax(-1)[-1:], start + 1)
 
 
 async def test_a_session_has_one_round_at_a_time() -> None:
