@@ -11,7 +11,7 @@ from typing import Protocol
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
+from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
 from specdec.exact.acceptance import AcceptanceRule
@@ -73,7 +73,7 @@ class RoundScorer(Protocol):
         """Return the target's distributions at the N + 1 positions of a proposal of N tokens.
 
         `observes` is whether the target shall observe what the session's drafters asked for; `plain_follows`, whether
-        the next round will hardly have draft tokens, so that the target may go on with the token that it draws.
+        the next round will hardly draft or observe, so that the target may go on with the token that it draws.
         """
         ...
 
@@ -219,9 +219,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    scored = await parts.scorer.score(
-        generation.committed, proposal, plan.observes, _is_plain_next(generation, plan, available)
-    )
+    scored = await parts.scorer.score(generation.committed, proposal, plan.observes, _is_plain_next(generation, parts))
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
     parts.chooser.settle(generation.committed)
@@ -241,9 +239,10 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     return finished_round
 
 
-def _is_plain_next(generation: Generation, plan: DraftPlan, available: Sequence[str]) -> bool:
-    """Return whether a round without drafts will most likely be followed by another one."""
-    return (plan == RESTING or not available) and generation.remaining_tokens > 1
+def _is_plain_next(generation: Generation, parts: RoundParts) -> bool:
+    """Return whether the next round, after a plain one, will most likely neither draft nor observe."""
+    goes_on = parts.chooser.rests_next or not parts.drafters
+    return goes_on and generation.remaining_tokens > 1
 
 
 async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal) -> Round:

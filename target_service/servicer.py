@@ -7,7 +7,7 @@ from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
-from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Timing
+from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import (
@@ -83,7 +83,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """Score one round; `match` keeps cached tokens after `start` that are the same."""
         given, request = self._checked(message), observing.of_round(message)
         task = ahead.take(given, request) or self._scorer.task(session, given, request, match)
-        if message.plain_follows and self._may_go_on(session, given, request):
+        if message.plain_follows and self._may_go_on(session, given):
             ahead.begin(task)
         try:
             scores = await run_task(self.engine, task)
@@ -97,9 +97,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         response.load.CopyFrom(self._load())
         return response
 
-    def _may_go_on(self, session: WorkerSession, given: ScoreRound, request: ObservationRequest) -> bool:
+    def _may_go_on(self, session: WorkerSession, given: ScoreRound) -> bool:
         """Return whether the plain round after this one may be scored ahead; a grammar's is left to its coordinator."""
-        is_plain = not given.draft_tokens and not request and session.sampling.grammar is None
+        is_plain = not given.draft_tokens and session.sampling.grammar is None
         return self.scores_ahead and is_plain and given.committed_length < self._model.context_length
 
     def _checked(self, message: target_pb2.Score) -> ScoreRound:

@@ -76,6 +76,11 @@ class PlanChooser:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
 
+    @property
+    def rests_next(self) -> bool:
+        """Whether the round after the chosen one will most likely belong to a rest."""
+        return self._rest.follows
+
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""
         has_no_room = self._is_fixed and chosen.drafter is None

@@ -12,6 +12,7 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 DECAY = 0.95  # of an observation's weight, a round
+PRIOR_RESTING = 0.8  # of an awake round's seconds, at a load at which no session has rested: too little, so one will
 UNUSED_DECAY = 0.99  # of a drafter's costs, a round that could have used it and did not
 FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 350 to 600 rounds after the last observation
 NUM_TRUSTED = 3  # observations that make a fit known; among the first ones, a first call may have been slow
@@ -189,10 +190,10 @@ class Costs:
         return float(self._other[is_resting].predict(0)) if is_resting in self._other else 0.0
 
     def plain_s(self) -> float:
-        """Return the expected seconds of a round without a draft: at rest, once a round at rest was measured."""
+        """Return the expected seconds of a round without a draft: at rest, where that is faster."""
         awake_s = float(self.score_s(0)) + self.other_s()
         if not self._score[self.load].has_measured(RESTING):
-            return awake_s
+            return PRIOR_RESTING * awake_s
         return min(awake_s, float(self.score_s(0, RESTING)) + self.other_s(is_resting=True))
 
     def slope_s(self, drafter: str) -> float:

@@ -2,7 +2,8 @@
 
 To look for a better plan costs time even where nobody drafts: the target observes for the drafters, other drafters are
 compared, plans are weighed. So a session that has decoded plainly for a while rests, longer each time, and looks again
-for a few rounds in between. A change of load wakes it, as that may change what pays.
+for a few rounds in between. A change of load wakes it, as that may change what pays. The target scores rounds of a rest
+ahead, as it knows that another one follows, so they are faster than any other plain round.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ class Rest:
     _length: int = FIRST_REST  # of the next rest
     _num_plain: int = 0  # rounds awake in which plain decoding was best, lately
     _load: int = 0  # when this rest began
+
+    @property
+    def follows(self) -> bool:
+        """Whether the next round belongs to a rest, unless the load changes."""
+        return self._left > 0
 
     def goes_on(self, load: int) -> bool:
         """Return whether the next round belongs to a rest, and count it; `load` is the target worker's level."""

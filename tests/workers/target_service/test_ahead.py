@@ -133,13 +133,12 @@ async def test_a_message_without_promise_ends_it(
 
 
 @in_module_loop
-@pytest.mark.parametrize("why", ["draft tokens", "observations", "a grammar", "a full context"])
+@pytest.mark.parametrize("why", ["draft tokens", "a grammar", "a full context"])
 async def test_only_plain_rounds_are_scored_ahead(
     channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]], why: str
 ) -> None:
     sampling = SamplingParams(regex="[a-z]+", seed=1) if why == "a grammar" else PLAIN
-    observations = ObservationRequest(num_top_tokens=2) if why == "observations" else None
-    stream = TargetStream(channel, next(names), sampling, observations=observations)
+    stream = TargetStream(channel, next(names), sampling)
     tokens = [5] * 128 if why == "a full context" else PROMPT
     message = score_request(start=0, tokens=tokens, plain_follows=True)
     if why == "draft tokens":
@@ -149,6 +148,23 @@ async def test_only_plain_rounds_are_scored_ahead(
     if why != "a grammar":
         await stream.close()
     assert counted() == (0, 0)
+
+
+@in_module_loop
+async def test_rounds_that_observe_are_scored_anew(
+    channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
+) -> None:
+    stream = TargetStream(channel, next(names), observations=ObservationRequest(num_top_tokens=2))
+    first = await begun(stream, 0, PROMPT)
+    resting = await stream.ask(
+        score_request(start=len(PROMPT), tokens=[drawn(first)], plain_follows=True, without_observations=True)
+    )
+    assert counted() == (1, 1), "the round before may have observed"
+    awake = await stream.score(len(PROMPT) + 1, [drawn(resting)])
+    assert counted() == (2, 1)
+    counts = [answer.observations.count for answer in (first, resting, awake)]
+    assert counts[0] > 0 < counts[2]
+    assert counts[1] == 0
 
 
 @in_module_loop
