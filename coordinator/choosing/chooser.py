@@ -57,7 +57,7 @@ class PlanChooser:
 
         `available` are the drafters whose workers answer; None: all.
         """
-        if self._rest.goes_on(self._costs.load):
+        if self._rest.goes_on(self._costs.num_sessions):
             return RESTING
         names = set(self._acceptance if available is None else available)
         drafters = [name for name in self._acceptance if name in names]
@@ -167,7 +167,7 @@ class PlanChooser:
             }
             tried = self._tried(best, losses | {self._probe(name, maximum): plain.seconds for name in forgotten})
         if tried is None:
-            self._rest.observe(best is plain, self._costs.load)
+            self._rest.observe(best is plain, self._costs.num_sessions)
         return self._priced(tried or best.plan, best)
 
     def _priced(self, plan: DraftPlan, best: Estimate) -> DraftPlan:

@@ -2,8 +2,8 @@
 
 To look for a better plan costs time even where nobody drafts: the target observes for the drafters, other drafters are
 compared, plans are weighed. So a session that has decoded plainly for a while rests, longer each time, and looks again
-for a few rounds in between. A change of load wakes it, as that may change what pays. The target scores rounds of a rest
-ahead, as it knows that another one follows, so they are faster than any other plain round.
+for a few rounds in between. A great change of load wakes it, as that may change what pays. The target scores rounds of
+a rest ahead, as it knows that another one follows, so they are faster than any other plain round.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 AWAKE_ROUNDS = 2  # in which plain decoding was best, before a rest
 FIRST_REST = 16  # rounds
 LONGEST_REST = 64
+CHANGED_LOAD = 2.0  # so many times the sessions, or as much fewer, wake a session
 
 
 @dataclass(slots=True)
@@ -20,29 +21,29 @@ class Rest:
     _left: int = 0  # rounds of this rest
     _length: int = FIRST_REST  # of the next rest
     _num_plain: int = 0  # rounds awake in which plain decoding was best, lately
-    _load: int = 0  # when this rest began
+    _num_sessions: int = 1  # at the target worker when this rest began
 
     @property
     def follows(self) -> bool:
         """Whether the next round belongs to a rest, unless the load changes."""
         return self._left > 0
 
-    def goes_on(self, load: int) -> bool:
-        """Return whether the next round belongs to a rest, and count it; `load` is the target worker's level."""
+    def goes_on(self, num_sessions: int) -> bool:
+        """Return whether the next round belongs to a rest, and count it; `num_sessions` are at the target worker."""
         if not self._left:
             return False
-        if load != self._load:
+        if not 1 / CHANGED_LOAD < num_sessions / self._num_sessions < CHANGED_LOAD:
             self._left, self._length = 0, FIRST_REST
             return False
         self._left -= 1
         return True
 
-    def observe(self, is_plain: bool, load: int) -> None:
+    def observe(self, is_plain: bool, num_sessions: int) -> None:
         """Note whether plain decoding was best in a round awake."""
         if not is_plain:
             self._num_plain, self._length = 0, FIRST_REST
             return
         self._num_plain += 1
         if self._num_plain >= AWAKE_ROUNDS:
-            self._num_plain, self._load = 0, load
+            self._num_plain, self._num_sessions = 0, num_sessions
             self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)

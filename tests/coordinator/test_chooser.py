@@ -247,6 +247,22 @@ def test_a_change_of_load_ends_a_rest() -> None:
     assert chooser.choose(ROOM).observes
 
 
+@pytest.mark.parametrize("num_sessions", [8, 13, 4])
+def test_a_small_change_of_load_does_not(num_sessions: int) -> None:
+    """What a worker reports is 7 once and 8 the next time, though nobody came."""
+    shared, drafters = SharedStatistics(), {"a": Drafter(0.5, 1.0)}
+    chooser = PlanChooser(shared, ["a"], MAXIMUM)
+    simulate(drafters, num_rounds=300, shared=shared, chooser=chooser)
+    outcome = RoundOutcome(PLAIN, 0, (), 0.0, 1.0, num_sessions=7)
+    for _ in range(200):
+        plan = chooser.choose(ROOM)
+        chooser.observe(replace(outcome, plan=plan))
+    while not chooser.rests_next:
+        chooser.observe(replace(outcome, plan=chooser.choose(ROOM)))
+    shared.costs.observe_score(0, 1.0, num_sessions=num_sessions)
+    assert not chooser.choose(ROOM).observes
+
+
 def test_resting_rounds_ask_no_drafter() -> None:
     chooser = PlanChooser(SharedStatistics(), ["a", "b"], MAXIMUM)
     assert chooser.choose_compared(RESTING, ["a", "b"]) is None
