@@ -73,7 +73,7 @@ class RoundScorer(Protocol):
         """Return the target's distributions at the N + 1 positions of a proposal of N tokens.
 
         `observes` is whether the target shall observe what the session's drafters asked for; `plain_follows`, whether
-        the next round will hardly draft or observe, so that the target may go on with the token that it draws.
+        the next round will hardly draft, so that the target may go on with the token that it draws.
         """
         ...
 
@@ -219,7 +219,9 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    scored = await parts.scorer.score(generation.committed, proposal, plan.observes, _is_plain_next(generation, parts))
+    scored = await parts.scorer.score(
+        generation.committed, proposal, plan.observes, _is_plain_next(generation, parts, plan)
+    )
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
     parts.chooser.settle(generation.committed)
@@ -239,9 +241,9 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     return finished_round
 
 
-def _is_plain_next(generation: Generation, parts: RoundParts) -> bool:
-    """Return whether the next round, after a plain one, will most likely neither draft nor observe."""
-    goes_on = parts.chooser.rests_next or not parts.drafters
+def _is_plain_next(generation: Generation, parts: RoundParts, plan: DraftPlan) -> bool:
+    """Return whether the target shall go on with the round after this one, as if that had no draft tokens either."""
+    goes_on = not parts.drafters or parts.chooser.expects_plain_after(plan)
     return goes_on and generation.remaining_tokens > 1
 
 

@@ -2,10 +2,10 @@
 
 A round without draft tokens commits the one token that the worker has drawn, so the worker knows what the next message
 will append. Where the coordinator says that a plain round follows, the engine scores that round in the very next
-forward; its answer is used only if exactly that round is asked for: the same text, proved by its digest, no draft
-tokens, nothing to observe. It has the keys of that round, so what was drawn is what would be drawn then. This is a
-cache: no distribution and no key depends on it. The model's forwards and everything between two of them (messages, the
-coordinator, its store) so overlap, and all sessions of a forward go on together in the next one.
+forward. Its answer is used only if exactly that round is asked for: the same text, proved by its digest, no draft
+tokens, and nothing to observe that was not observed. It has the keys of that round, so what was drawn is what would be
+drawn then. This is a cache: no distribution and no key depends on it. The model's forwards and all that comes between
+two of them (messages, the coordinator, its store) so overlap, and all sessions of a forward go on together in the next.
 """
 
 from dataclasses import replace
@@ -21,10 +21,10 @@ UNKNOWN = 0  # token, until the round before has drawn it
 class AheadTask(ScoreTask):
     """The plain round that follows another one. Until it is asked for, its token is a draft token of the cache."""
 
-    def __init__(self, previous: ScoreTask) -> None:
+    def __init__(self, previous: ScoreTask, watch: Watch) -> None:
         length = previous.round.committed_length
         expected = ScoreRound(length, [UNKNOWN], [], [])
-        super().__init__(previous.session, expected, Watch(), match=False, num_committed=length)
+        super().__init__(previous.session, expected, watch, match=False, num_committed=length)
 
     def begin_after(self, previous: Task[Scores]) -> None:
         """Append the token that the round before has drawn."""
@@ -42,9 +42,12 @@ class ScoringAhead:
         self._engine = engine
         self._pair: tuple[ScoreTask, AheadTask] | None = None  # the last round, and the one that follows it
 
-    def begin(self, task: ScoreTask) -> None:
-        """Score the plain round that follows a plain one as soon as that is scored. Returns at once."""
-        ahead = AheadTask(task)
+    def begin(self, task: ScoreTask, request: ObservationRequest) -> None:
+        """Score the plain round that follows a plain one as soon as that is scored. Returns at once.
+
+        It observes what is to be observed in the one before.
+        """
+        ahead = AheadTask(task, task.watch if request else Watch())
         self._engine.follow(task, ahead)
         self._pair = task, ahead
 
@@ -53,7 +56,8 @@ class ScoringAhead:
         if self._pair is None:
             return None
         previous, ahead = self._pair
-        if previous.submission.error or request or not _is_expected(given, previous):
+        is_observed = not request or request == ahead.watch.request
+        if previous.submission.error or not is_observed or not _is_expected(given, previous):
             self.stop()
             return None
         self._pair = None

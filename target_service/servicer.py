@@ -1,6 +1,7 @@
 """TargetService: checks what arrives, runs it through the engine, and packs the answer."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from specdec import messages
@@ -84,11 +85,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         given, request = self._checked(message), observing.of_round(message)
         task = ahead.take(given, request) or self._scorer.task(session, given, request, match)
         if message.plain_follows and self._may_go_on(session, given):
-            ahead.begin(task)
+            ahead.begin(task, request)
         try:
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load())
+        if not request:  # a round that was scored ahead may have observed in vain
+            scores = replace(scores, observations=None)
         self._report(session, given, task)
         response = codec.scores_to_proto(observing.of_accepted(scores, given, session.seed))
         response.cached_len = given.committed_length

@@ -28,6 +28,7 @@ PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
+MIN_BUSY_SESSIONS = 3  # at the target worker: its forwards run for others anyway
 COMPARED_COST = 0.8  # it may take this fraction of the time in which the target scores
 
 
@@ -76,10 +77,13 @@ class PlanChooser:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
 
-    @property
-    def rests_next(self) -> bool:
-        """Whether the round after the chosen one will most likely belong to a rest."""
-        return self._rest.follows
+    def expects_plain_after(self, plan: DraftPlan) -> bool:
+        """Return whether the target shall score the round after a chosen one ahead, as a plain one.
+
+        A rest that goes on makes that sure. In a busy target's forward one more row costs little, should it be in vain.
+        """
+        is_busy = self._costs.num_sessions >= MIN_BUSY_SESSIONS
+        return plan.drafter is None and (self._rest.follows or (plan.observes and is_busy))
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""

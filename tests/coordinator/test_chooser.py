@@ -14,6 +14,7 @@ from coordinator.choosing.comparisons import Comparisons, Unused
 from coordinator.choosing.costs import Costs
 from coordinator.choosing.exploration import Exploration
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
+from coordinator.choosing.rest import Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.values import Proposal, SparseDistribution, one_hot
 
@@ -247,20 +248,13 @@ def test_a_change_of_load_ends_a_rest() -> None:
     assert chooser.choose(ROOM).observes
 
 
-@pytest.mark.parametrize("num_sessions", [8, 13, 4])
-def test_a_small_change_of_load_does_not(num_sessions: int) -> None:
+@pytest.mark.parametrize(("num_sessions", "goes_on"), [(8, True), (13, True), (14, False), (4, True), (3, False)])
+def test_only_a_great_change_of_load_ends_a_rest(num_sessions: int, goes_on: bool) -> None:
     """What a worker reports is 7 once and 8 the next time, though nobody came."""
-    shared, drafters = SharedStatistics(), {"a": Drafter(0.5, 1.0)}
-    chooser = PlanChooser(shared, ["a"], MAXIMUM)
-    simulate(drafters, num_rounds=300, shared=shared, chooser=chooser)
-    outcome = RoundOutcome(PLAIN, 0, (), 0.0, 1.0, num_sessions=7)
-    for _ in range(200):
-        plan = chooser.choose(ROOM)
-        chooser.observe(replace(outcome, plan=plan))
-    while not chooser.rests_next:
-        chooser.observe(replace(outcome, plan=chooser.choose(ROOM)))
-    shared.costs.observe_score(0, 1.0, num_sessions=num_sessions)
-    assert not chooser.choose(ROOM).observes
+    rest = Rest()
+    while not rest.follows:
+        rest.observe(is_plain=True, num_sessions=7)
+    assert rest.goes_on(num_sessions) == goes_on
 
 
 def test_resting_rounds_ask_no_drafter() -> None:

@@ -151,20 +151,17 @@ async def test_only_plain_rounds_are_scored_ahead(
 
 
 @in_module_loop
-async def test_rounds_that_observe_are_scored_anew(
+async def test_a_round_is_used_if_it_observed_what_is_asked_for(
     channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
 ) -> None:
     stream = TargetStream(channel, next(names), observations=ObservationRequest(num_top_tokens=2))
-    first = await begun(stream, 0, PROMPT)
-    resting = await stream.ask(
-        score_request(start=len(PROMPT), tokens=[drawn(first)], plain_follows=True, without_observations=True)
-    )
-    assert counted() == (1, 1), "the round before may have observed"
-    awake = await stream.score(len(PROMPT) + 1, [drawn(resting)])
-    assert counted() == (2, 1)
-    counts = [answer.observations.count for answer in (first, resting, awake)]
-    assert counts[0] > 0 < counts[2]
-    assert counts[1] == 0
+    answers = [await begun(stream, 0, PROMPT)]
+    for without in (False, True, True, False):
+        tokens, start = [drawn(answers[-1])], len(PROMPT) + len(answers) - 1
+        message = score_request(start=start, tokens=tokens, plain_follows=True, without_observations=without)
+        answers.append(await stream.ask(message))
+    assert [answer.observations.count for answer in answers] == [len(PROMPT), 1, 0, 0, 1]
+    assert counted() == (4, 3), "what follows a round without observations has none either"
 
 
 @in_module_loop
