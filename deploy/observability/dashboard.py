@@ -165,7 +165,8 @@ ROUNDS = Row(
         ),
         Panel(
             "Mean time of a phase",
-            "score less score_queue and score_forward is the way to the target worker and back.",
+            "score less score_queue and score_forward is the way to the target worker and back, where rounds draft; plain "
+            "rounds may be scored before they are asked for.",
             "s",
             (
                 Query(
@@ -174,12 +175,14 @@ ROUNDS = Row(
             ),
         ),
         Panel(
-            "Draft-ahead",
-            "Rounds that draft workers drafted before they were asked for, and of these those that were used.",
+            "Ahead of the round",
+            "Rounds that workers drafted, or scored without a draft, before they were asked for, and of these those used.",
             "ops",
             (
                 Query(rate("specdec_draft_ahead_rounds_total"), "drafted ahead"),
-                Query(rate("specdec_draft_ahead_hits_total"), "used"),
+                Query(rate("specdec_draft_ahead_hits_total"), "drafts used"),
+                Query(rate("specdec_target_ahead_rounds_total"), "scored ahead"),
+                Query(rate("specdec_target_ahead_hits_total"), "scores used"),
             ),
         ),
     ),

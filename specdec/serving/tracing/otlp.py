@@ -119,12 +119,16 @@ class RecordedSpan(Span):
         self._span.set_status(Status(StatusCode.ERROR, code))
 
     def add_times(self, answer: Any) -> None:
-        """Add the parts of an answer, one after the other: forwards, of which a draft takes several, as one."""
+        """Add the parts of an answer, one after the other: forwards, of which a draft takes several, as one.
+
+        Those of a round that was scored ahead begin before it was asked for.
+        """
         timing = answer.timing
         queue_s, forward_s, total_s = timing.queue_s, timing.forward_s, timing.total_s
         if not isinstance(self._span, ReadableSpan) or not 0 <= queue_s + forward_s <= total_s <= MAX_TIMES_S:
             return
-        begin_ns = self._span.start_time or time.time_ns()
+        now_ns = time.time_ns()
+        begin_ns = min(self._span.start_time or now_ns, now_ns - round(1e9 * total_s))
         for name, seconds in (("queue", queue_s), ("forward", forward_s), ("sampling", total_s - queue_s - forward_s)):
             part = self._tracer.start_span(name, _within(self._span), start_time=begin_ns)
             begin_ns += round(1e9 * seconds)
