@@ -1,8 +1,8 @@
 """The coordinator's Prometheus metrics.
 
 acceptance rate     rate(specdec_spec_decode_num_accepted_tokens_total) / rate(..._num_draft_tokens_total)
-way to the target   rate(specdec_round_phase_seconds_sum{phase="score"}) - the same of "score_queue" and "score_forward",
-                    where rounds draft: a plain one may have been scored before it was asked for
+way to the target   rate(specdec_round_phase_seconds_sum{phase="score"}) - the same of "score_queue" and "score_forward"
+                    (of rounds that draft: a plain one may have been scored before it was asked for)
 tokens per round    1 + rate(..._num_accepted_tokens_total) / rate(..._num_drafts_total)
 
 docs/operate.md has all of them.

@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 DECAY = 0.95  # of an observation's weight, a round
-PRIOR_RESTING = 0.6  # of an awake round's seconds, at a load at which no session has rested: too little, so one will
+PRIOR_RESTING = 0.65  # of an awake round's seconds, at a load at which no session has rested: too little, so one will
 UNUSED_DECAY = 0.99  # of a drafter's costs, a round that could have used it and did not
 FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 350 to 600 rounds after the last observation
 NUM_TRUSTED = 3  # observations that make a fit known; among the first ones, a first call may have been slow

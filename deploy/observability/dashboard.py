@@ -165,8 +165,8 @@ ROUNDS = Row(
         ),
         Panel(
             "Mean time of a phase",
-            "score less score_queue and score_forward is the way to the target worker and back, where rounds draft; plain "
-            "rounds may be scored before they are asked for.",
+            "score less score_queue and score_forward is the way to the target worker and back, where rounds draft; "
+            "plain rounds may be scored before they are asked for.",
             "s",
             (
                 Query(
@@ -176,7 +176,7 @@ ROUNDS = Row(
         ),
         Panel(
             "Ahead of the round",
-            "Rounds that workers drafted, or scored without a draft, before they were asked for, and of these those used.",
+            "Rounds that workers drafted, or scored without a draft, before they were asked for; of these, those used.",
             "ops",
             (
                 Query(rate("specdec_draft_ahead_rounds_total"), "drafted ahead"),
