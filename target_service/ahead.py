@@ -8,8 +8,6 @@ drawn then. This is a cache: no distribution and no key depends on it. The model
 two of them (messages, the coordinator, its store) so overlap, and all sessions of a forward go on together in the next.
 """
 
-from dataclasses import replace
-
 from specdec.engine import EngineLoop, Task
 from specdec.exact.values import ObservationRequest, Scores
 from target_service.metrics import count_ahead
@@ -29,10 +27,9 @@ class AheadTask(ScoreTask):
     def begin_after(self, previous: Task[Scores]) -> None:
         """Append the token that the round before has drawn."""
         assert isinstance(previous, ScoreTask)
-        token = _drawn(previous)
-        self.round = replace(self.round, tokens=[token], prefix_digest=previous.digest)
-        self.append_instead(self.round.start, [token])
-        self.prefix_digest = previous.digest
+        self.round = following(previous)
+        self.append_instead(self.round.start, list(self.round.tokens))
+        self.prefix_digest, self.on_draft = self.round.prefix_digest, True
 
 
 class ScoringAhead:
@@ -40,46 +37,54 @@ class ScoringAhead:
 
     def __init__(self, engine: EngineLoop[ScoreTask]) -> None:
         self._engine = engine
-        self._pair: tuple[ScoreTask, AheadTask] | None = None  # the last round, and the one that follows it
+        self._ahead: AheadTask | None = None
+        self._expected: ScoreRound | None = None  # by the answer to the round before
 
     def begin(self, task: ScoreTask, request: ObservationRequest) -> None:
         """Score the plain round that follows a plain one as soon as that is scored. Returns at once.
 
         It observes what is to be observed in the one before.
         """
-        ahead = AheadTask(task, task.watch if request else Watch())
-        self._engine.follow(task, ahead)
-        self._pair = task, ahead
+        self._ahead = AheadTask(task, task.watch if request else Watch())
+        self._engine.follow(task, self._ahead)
+
+    def note_scored(self, task: ScoreTask) -> None:
+        """Take note of a round that is answered: what must be asked for next, if it was begun."""
+        self._expected = following(task) if self._ahead else None
 
     def take(self, given: ScoreRound, request: ObservationRequest) -> AheadTask | None:
-        """Return the task of a round that is asked for, if it was begun ahead; what was begun is used at most once."""
-        if self._pair is None:
+        """Return the task of a round that is asked for, if it was begun ahead; what was begun is used at most once.
+
+        What has failed is not: it may have failed for the sake of others in its forward.
+        """
+        ahead, expected = self._ahead, self._expected
+        if ahead is None:
             return None
-        previous, ahead = self._pair
         is_observed = not request or request == ahead.watch.request
-        if previous.submission.error or not is_observed or not _is_expected(given, previous):
+        has_failed = ahead.done and ahead.submission.error is not None
+        if expected is None or not is_observed or has_failed or not _is_same(given, expected):
             self.stop()
             return None
-        self._pair = None
         count_ahead(hit=True)
+        self._ahead = self._expected = None
         return ahead
 
     def stop(self) -> None:
         """Give up what was begun."""
-        if self._pair is not None:
+        if self._ahead is not None:
             count_ahead(hit=False)
-            self._engine.drop(self._pair[1])
-            self._pair = None
+            self._engine.drop(self._ahead)
+        self._ahead = self._expected = None
 
 
-def _is_expected(given: ScoreRound, previous: ScoreTask) -> bool:
-    """Return whether a round adds to the text of the last one, which was answered, the token that that one drew."""
-    if given.draft_tokens or given.start != previous.round.committed_length:
-        return False
-    return list(given.tokens) == [_drawn(previous)] and given.prefix_digest == previous.digest
-
-
-def _drawn(task: ScoreTask) -> int:
-    """Return the token that a plain round has drawn."""
+def following(task: ScoreTask) -> ScoreRound:
+    """Return the plain round that appends what a plain round has drawn."""
     scores: Scores = task.submission.result
-    return scores.positions[0].tail_token
+    return ScoreRound(task.round.committed_length, [scores.positions[0].tail_token], [], [], prefix_digest=task.digest)
+
+
+def _is_same(given: ScoreRound, expected: ScoreRound) -> bool:
+    """Return whether a round that is asked for adds the same token to the same text, and drafts nothing."""
+    if given.draft_tokens or given.start != expected.start:
+        return False
+    return list(given.tokens) == list(expected.tokens) and given.prefix_digest == expected.prefix_digest

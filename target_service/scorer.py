@@ -84,7 +84,7 @@ class ScoreTask(Task[Scores]):
             parents=given.parents,
             num_committed=given.committed_length if num_committed is None else num_committed,
             match=match,
-            on_draft=True,  # the digest proves what is kept
+            on_draft=given.prefix_digest is not None,  # which proves what is kept
             prefix_digest=given.prefix_digest,
             hidden_layers=watch.request.hidden_layers,
             num_observed=watch.window + num_draft_tokens if watch.request.hidden_layers else 0,

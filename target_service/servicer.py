@@ -90,6 +90,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load())
+        ahead.note_scored(task)
         if not request:  # a round that was scored ahead may have observed in vain
             scores = replace(scores, observations=None)
         self._report(session, given, task)
@@ -97,7 +98,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         response.cached_len = given.committed_length
         timings = task.timings
         response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
-        response.load.CopyFrom(self._load())
+        response.load.CopyFrom(self._load(task.num_batched))
         return response
 
     def _may_go_on(self, session: WorkerSession, given: ScoreRound) -> bool:
@@ -156,11 +157,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             total_s=task.timings.total_s,
         )
 
-    def _load(self) -> types_pb2.Load:
+    def _load(self, num_batched: int = 0) -> types_pb2.Load:
+        """Return how busy the worker is; those in a round's forward count as running, though it has ended."""
         load = self.engine.load
         return types_pb2.Load(
             num_waiting=load.num_waiting,
-            num_running=load.num_running,
+            num_running=max(load.num_running, num_batched),
             kv_cache_usage=load.kv_usage,
             num_resident=load.num_resident,
             num_without_place=load.num_without_place,

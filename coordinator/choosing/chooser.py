@@ -82,8 +82,8 @@ class PlanChooser:
 
         A rest that goes on makes that sure. In a busy target's forward one more row costs little, should it be in vain.
         """
-        is_busy = self._costs.num_sessions >= MIN_BUSY_SESSIONS
-        return plan.drafter is None and (self._rest.follows or (plan.observes and is_busy))
+        may_go_on = self._costs.num_sessions >= MIN_BUSY_SESSIONS and plan.observes and not self._trial
+        return plan.drafter is None and (self._rest.follows or may_go_on)
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""
@@ -171,7 +171,7 @@ class PlanChooser:
             }
             tried = self._tried(best, losses | {self._probe(name, maximum): plain.seconds for name in forgotten})
         if tried is None:
-            self._rest.observe(best is plain, self._costs.num_sessions)
+            self._rest.observe(best is plain)
         return self._priced(tried or best.plan, best)
 
     def _priced(self, plan: DraftPlan, best: Estimate) -> DraftPlan:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 AWAKE_ROUNDS = 2  # in which plain decoding was best, before a rest
 FIRST_REST = 16  # rounds
 LONGEST_REST = 64
-CHANGED_LOAD = 2.0  # so many times the sessions, or as much fewer, wake a session
+CHANGED_LOAD = 2.0  # more than so many times the sessions, or fewer by more than that, wake a session
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Rest:
     _left: int = 0  # rounds of this rest
     _length: int = FIRST_REST  # of the next rest
     _num_plain: int = 0  # rounds awake in which plain decoding was best, lately
-    _num_sessions: int = 1  # at the target worker when this rest began
+    _num_sessions: int | None = None  # at the target worker in this rest's first round
 
     @property
     def follows(self) -> bool:
@@ -32,18 +32,19 @@ class Rest:
         """Return whether the next round belongs to a rest, and count it; `num_sessions` are at the target worker."""
         if not self._left:
             return False
-        if not 1 / CHANGED_LOAD < num_sessions / self._num_sessions < CHANGED_LOAD:
+        self._num_sessions = self._num_sessions or num_sessions
+        if not 1 / CHANGED_LOAD <= num_sessions / self._num_sessions <= CHANGED_LOAD:
             self._left, self._length = 0, FIRST_REST
             return False
         self._left -= 1
         return True
 
-    def observe(self, is_plain: bool, num_sessions: int) -> None:
+    def observe(self, is_plain: bool) -> None:
         """Note whether plain decoding was best in a round awake."""
         if not is_plain:
             self._num_plain, self._length = 0, FIRST_REST
             return
         self._num_plain += 1
         if self._num_plain >= AWAKE_ROUNDS:
-            self._num_plain, self._num_sessions = 0, num_sessions
+            self._num_plain, self._num_sessions = 0, None
             self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)

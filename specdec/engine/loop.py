@@ -83,6 +83,7 @@ class EngineLoop(WorkerThread[TaskT]):
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens, turn_s, outside)
         self._forgotten: set[str] = set()
         self._numbers = itertools.count(1)  # of tasks, as they arrive
+        self._num_put, self._num_taken = 0, 0  # tasks, into the inbox and out of it
         self._num_failed_batches = 0  # of those that the processor got, since the last one that it took
 
     # --- called from anywhere
@@ -96,6 +97,7 @@ class EngineLoop(WorkerThread[TaskT]):
             raise EngineError("the engine is not running; start it first, or ask another worker")
         if not task.follows:
             self._submit(task)
+            self._num_put += 1
             self._inbox.put(task)
         if self._stopping and not task.done:  # the thread may have emptied the inbox for the last time
             raise EngineError("the engine is stopping; ask another worker")
@@ -144,7 +146,7 @@ class EngineLoop(WorkerThread[TaskT]):
     @property
     def load(self) -> Load:
         """How busy the engine is right now."""
-        num_waiting = self._inbox.qsize() + self._schedule.num_waiting
+        num_waiting = self._num_put - self._num_taken + self._schedule.num_waiting
         queue = self._schedule.queue
         return Load(
             num_waiting,
@@ -167,6 +169,7 @@ class EngineLoop(WorkerThread[TaskT]):
                 arrival = self._inbox.get(block=block or hold_s > 0, timeout=hold_s or None)
                 block, hold_s = False, 0.0
                 if isinstance(arrival, Task):
+                    self._num_taken += 1
                     self._schedule.add(arrival)
                 else:
                     arrival()
@@ -194,7 +197,8 @@ class EngineLoop(WorkerThread[TaskT]):
         """Let a task arrive, unless what it follows has failed or its session is over."""
         if previous.submission.error or task.submission.abandoned or task.key in self._forgotten:
             task.fail(EngineError("the task that it follows failed, or was the last one"))
-            self._deliver(task)
+            task.state = TaskState.ENDED
+            self._deliver_end(task)
             return
         task.submission.arrive(next(self._numbers), self._outside.now_s())
         task.begin_after(previous)
@@ -230,6 +234,7 @@ class EngineLoop(WorkerThread[TaskT]):
         self._schedule.note_forward(forward_s)
         for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s
+            task.num_batched = len(batch)
             task.note_fed(feed, hidden_states)
         due = [task for task, _ in batch if not task.tokens and not _is_check(task)]
         if due:
@@ -265,11 +270,11 @@ class EngineLoop(WorkerThread[TaskT]):
     def _deliver_ends(self) -> None:
         """Take out the tasks that are done, begin those that follow, and wake the coroutines that await them."""
         for task in self._schedule.end_done():
-            if task.following:
-                self._begin_after(task, task.following)
-            self._deliver(task)
+            self._deliver_end(task)
 
-    def _deliver(self, task: Task[Any]) -> None:
+    def _deliver_end(self, task: Task[Any]) -> None:
+        if task.following:
+            self._begin_after(task, task.following)
         with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the task any more
             task.submission.event_loop.call_soon_threadsafe(task.submission.deliver)
 

@@ -69,10 +69,14 @@ class Residency:
         soon = int(first_length + GROWTH_SHARE * self._growth_tokens)
         return max(1, self._cache.num_blocks_for(soon) - self._cache.num_blocks_for(length))
 
-    def note_used(self, key: str, now_s: float) -> None:
-        """Take note that a round has ended."""
-        if key in self._residents:
-            self._residents[key].used_s = now_s
+    def note_used(self, key: str, now_s: float, others_wait: bool = False) -> None:
+        """Take note that a round has ended, and with it the session's turn, if that is over and others wait."""
+        if key not in self._residents:
+            return
+        self._residents[key].used_s = now_s
+        if others_wait and now_s - self._residents[key].since_s > self._turn_s:
+            self.dismiss(key)
+            self._had_turn.add(key)
 
     def make_room(self, absence_s: float, now_s: float) -> None:
         """Let those be evicted that stay away or had their turn: others wait."""

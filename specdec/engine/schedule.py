@@ -354,5 +354,6 @@ class Schedule(Generic[TaskT]):
             self._pace.observe_end(task.key, now_s)
         elif state is not TaskState.WAITING:
             task.sequence.truncate(min(task.sequence.length, place.certain_length))
-        self._residency.note_used(task.key, now_s)
+        # here, as a task that follows it is admitted before anybody could see the session idle
+        self._residency.note_used(task.key, now_s, others_wait=self.queue.num_without_place > 0)
         self._ended.append(task)

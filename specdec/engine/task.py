@@ -91,6 +91,7 @@ class Task(Generic[ResultT]):
         self.has_text = has_text
         self.hidden_states: torch.Tensor | None = None  # [num_observed, len(hidden_layers), hidden_size]
         self.timings = TaskTimes()
+        self.num_batched = 0  # tasks in the last forward that it took part in
         self.state = TaskState.NEW
         self.has_proceeded = False  # all that it began with was fed
         self.follows = False  # another one; it runs when that one has ended well

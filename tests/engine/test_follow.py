@@ -14,7 +14,7 @@ class GoingOn(Generation):
 
     def __init__(self, key: str, num_new: int = 1) -> None:
         super().__init__(key, [0], num_new)
-        self.on_draft = True
+        self.on_draft = self.has_text = True
 
     def begin_after(self, previous: Task[list[int]]) -> None:
         assert isinstance(previous, Generation)
@@ -79,6 +79,8 @@ async def test_what_nobody_will_ask_for_is_not_run(how: str) -> None:
                 awaiting = asyncio.ensure_future(loop.run(task))
                 await asyncio.sleep(0)
                 awaiting.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await awaiting
         assert await future == generated([7], 1)
         assert await loop.run(Generation("b", [8])) == generated([8], 1)
     assert sum("a" in forward for forward in model.forwards) == 1
@@ -111,3 +113,44 @@ async def test_stopping_ends_what_follows() -> None:
     loop.follow(running, late)
     with pytest.raises(EngineError, match="not running"):
         await loop.run(late)
+
+
+async def test_a_turn_ends_though_rounds_follow_without_a_pause() -> None:
+    """Who waits for a place gets it when a resident's turn is over, also from one that is never seen idle."""
+    model = ToyModel(num_blocks=130)  # room for one of the two
+    async with engine(model, turn_s=0.01) as loop:
+        resident: list[Generation] = [Generation("a", [7] * 800)]
+        async with paused_forward(model, loop):
+            for _ in range(100):
+                resident.append(GoingOn("a"))
+                loop.follow(resident[-2], resident[-1])
+            futures = await submitted(loop, resident[0], Generation("b", [8] * 800))
+        await futures[1]
+        with pytest.raises(EngineError, match="it follows failed"):
+            await loop.run(resident[-1])
+
+
+async def test_a_chain_fails_as_a_whole() -> None:
+    async with engine(ToyModel()) as loop:
+        tasks: list[Generation] = [Generation("a", [7], start=5)]  # nothing is cached
+        for _ in range(3):
+            tasks.append(GoingOn("a"))
+            loop.follow(tasks[-2], tasks[-1])
+        results = await asyncio.gather(*map(loop.run, tasks), return_exceptions=True)
+        assert all(isinstance(result, EngineError) for result in results)
+        late = GoingOn("a")
+        loop.follow(tasks[-1], late)
+        with pytest.raises(EngineError, match="it follows failed"):
+            await loop.run(late)
+
+
+async def test_only_tasks_count_as_waiting() -> None:
+    model = ToyModel()
+    async with engine(model) as loop:
+        async with paused_forward(model, loop):
+            for _ in range(5):
+                loop.forget("nobody")
+            assert loop.load.num_waiting == 0
+            (future,) = await submitted(loop, Generation("a", [1]))
+            assert loop.load.num_waiting == 1
+        await future

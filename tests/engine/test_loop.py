@@ -222,7 +222,7 @@ async def test_stopping_fails_unfinished_tasks() -> None:
         futures = await submitted(loop, Generation("a", [1]), Generation("b", [1] * 500, 2))
         stopping = threading.Thread(target=loop.stop)
         stopping.start()
-        await asyncio.to_thread(until, lambda: loop.load.num_waiting == 3)
+        await asyncio.to_thread(until, lambda: loop._inbox.qsize() == 3)
     await asyncio.to_thread(stopping.join)
     for result in await asyncio.gather(*futures, return_exceptions=True):
         assert isinstance(result, EngineError)

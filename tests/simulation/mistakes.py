@@ -383,7 +383,7 @@ MISTAKES = [
     Mistake(
         "a round is scored ahead after another token than was drawn",
         "target_service.ahead:AheadTask.begin_after",
-        "self.append_instead(self.round.start, [token])",
+        "self.append_instead(self.round.start, list(self.round.tokens))",
         "self.append_instead(self.round.start, [UNKNOWN])",
         1,
     ),
