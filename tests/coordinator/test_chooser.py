@@ -11,7 +11,8 @@ import pytest
 from coordinator.choosing.acceptance_history import AcceptanceHistory, SessionAcceptance
 from coordinator.choosing.chooser import PROBE_LENGTH, PlanChooser
 from coordinator.choosing.comparisons import Comparisons, Unused
-from coordinator.choosing.costs import Costs
+from coordinator.choosing.costs import PRIOR_RESTING, Costs
+from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.exploration import Exploration
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
 from coordinator.choosing.rest import Rest
@@ -256,6 +257,68 @@ def test_only_a_great_change_of_load_ends_a_rest(num_sessions: int, goes_on: boo
         rest.observe(is_plain=True)
     assert rest.goes_on(7)
     assert rest.goes_on(num_sessions) == goes_on
+
+
+def test_a_rest_compares_with_the_load_at_which_it_began() -> None:
+    """Not with the last round's, which would miss a slow change; and each rest with its own."""
+    rest = Rest()
+    for num_sessions in (4, 16):
+        while not rest.follows:
+            rest.observe(is_plain=True)
+        assert rest.goes_on(num_sessions)
+        while rest.follows:
+            assert rest.goes_on(2 * num_sessions)
+    while not rest.follows:
+        rest.observe(is_plain=True)
+    assert [rest.goes_on(count) for count in (4, 6, 8, 9)] == [True, True, True, False]
+
+
+def test_the_round_after_is_plain_while_a_rest_goes_on() -> None:
+    """At an idle worker a promise that is not kept costs a forward of its own, so it is only made where it is sure."""
+    chooser = PlanChooser(SharedStatistics(), ["a"], MAXIMUM)
+    promised, plans = list[bool](), list[DraftPlan]()
+    for _ in range(300):
+        plans.append(chooser.choose(ROOM))
+        promised.append(chooser.expects_plain_after(plans[-1]))
+        k = plans[-1].num_draft_tokens
+        chooser.observe(RoundOutcome(plans[-1], k, (), 1.0 * k, 1 + 0.1 * k))
+    followed = [not plan.observes for plan in plans[1:]]
+    assert promised[:-1] == followed
+    assert 0.5 < sum(followed) / len(followed) < 1
+
+
+@pytest.mark.parametrize(("num_sessions", "expected"), [(2, False), (3, True)])
+def test_a_busy_target_goes_on_with_any_plain_round(num_sessions: int, expected: bool) -> None:
+    """Its forwards run for others anyway."""
+    shared = SharedStatistics()
+    load(shared, num_sessions, 4.0)
+    shared.exploration = NeverExplores()
+    chooser = PlanChooser(shared, ["a"], MAXIMUM)
+    assert chooser.choose(ROOM) == PLAIN
+    assert chooser.expects_plain_after(PLAIN) == expected
+    assert not chooser.expects_plain_after(DraftPlan("a", 4))
+
+
+def test_what_follows_a_trial_of_plain_decoding_is_not_plain() -> None:
+    shared = SharedStatistics()
+    load(shared, 3, 0.0)
+    shared.exploration.observe(1000.0)
+    choosers = [PlanChooser(shared, ["a"], MAXIMUM) for _ in range(6)]
+    tried = [chooser for chooser in choosers if chooser.choose(ROOM) == PLAIN]
+    assert 1 <= len(tried) < len(choosers), "drafting is best"
+    assert not any(chooser.expects_plain_after(PLAIN) for chooser in tried)
+
+
+def test_plain_decoding_is_priced_as_faster_than_it_is_awake_until_somebody_has_rested() -> None:
+    costs = Costs()
+    for _ in range(30):
+        costs.observe_score(0, 1.0, num_sessions=4)
+        costs.observe_other(is_resting=False, seconds=0.5)
+    assert costs.plain_s() == pytest.approx(PRIOR_RESTING * 1.5)
+    for _ in range(30):
+        costs.observe_score(0, 0.9, 4, RESTING_ROUNDS)
+        costs.observe_other(is_resting=True, seconds=0.1)
+    assert costs.plain_s() == pytest.approx(1.0, rel=0.05)
 
 
 def test_resting_rounds_ask_no_drafter() -> None:

@@ -53,12 +53,14 @@ class TracedScorer(ToyScorer):
 
     trace: Trace
     before: Callable[[int], Awaitable[object] | None] = lambda number: None
+    promised: list[bool] = field(default_factory=list)  # of each call: that a plain round follows
 
     async def score(
         self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
     ) -> Scored:
         number = sum(kind == "score" for kind, _ in self.trace.events)
         self.trace.events.append(("score", number))
+        self.promised.append(plain_follows)
         waiting = self.before(number)
         if waiting is not None:
             await waiting
@@ -74,12 +76,14 @@ class Rounds:
         self.traced = TracedScorer(ToyModel(markov_logits(1), SAMPLING, prompt=PROMPT), SEED, self.trace)
         self.scorer: ToyScorer = self.traced
         self.drafter: ToyDrafter = ToyDrafter(ToyModel(markov_logits(2), SAMPLING, prompt=PROMPT), SEED)
+        self.has_drafter = True
         self.chooser = PlanChooser(SharedStatistics(), [TOY], 8, fixed)
         self.gates: dict[int, asyncio.Event] = {}  # commits that wait
         self.failing: dict[int, Exception] = {}  # commits that fail
 
     async def run(self) -> None:
-        parts = RoundParts({TOY: self.drafter}, self.scorer, TokenRule(), self.chooser)
+        drafters = {TOY: self.drafter} if self.has_drafter else {}
+        parts = RoundParts(drafters, self.scorer, TokenRule(), self.chooser)
         await run_rounds(self.generation, parts, self.publish)
 
     async def publish(self, played: Round) -> None:
@@ -117,6 +121,34 @@ async def test_rounds_are_committed_one_by_one_in_order() -> None:
     ends = [played.base_length + len(played.emitted) for played in rounds.trace.committed]
     assert lengths == [len(PROMPT), *ends[:-1]]
     assert [number for kind, number in rounds.trace.events if kind == "committed"] == list(range(len(lengths)))
+
+
+async def test_without_drafters_each_round_but_the_last_says_that_a_plain_one_follows() -> None:
+    rounds = Rounds()
+    rounds.has_drafter = False
+    rounds.chooser = PlanChooser(SharedStatistics(), [], 8)
+    await rounds.run()
+    assert rounds.traced.promised == [True] * 23 + [False]
+
+
+@pytest.mark.parametrize("expected", [True, False])
+async def test_with_drafters_the_choice_says_whether_a_plain_round_follows(expected: bool) -> None:
+    rounds = Rounds()
+    rounds.chooser = Promising(expected)
+    await rounds.run()
+    assert rounds.traced.promised == [expected] * 23 + [False]
+
+
+class Promising(PlanChooser):
+    """Decodes plainly, and expects what it is told to."""
+
+    def __init__(self, expected: bool) -> None:
+        super().__init__(SharedStatistics(), [TOY], 0)
+        self._expected = expected
+
+    def expects_plain_after(self, plan: DraftPlan) -> bool:
+        assert plan == PLAIN
+        return self._expected
 
 
 async def test_one_round_overlaps_a_commit() -> None:

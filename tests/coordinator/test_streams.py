@@ -42,6 +42,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
         )
         self.requests: list[tuple[int, list[int]]] = []  # start and tokens of each request
         self.digests: list[bytes] = []  # of each request
+        self.promised: list[bool] = []  # by each request: that a plain round follows
         self.num_streams = 0
         self.num_closed = 0  # sessions
 
@@ -61,6 +62,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
             if request.HasField("score"):
                 self.requests.append((request.score.start, list(request.score.tokens)))
                 self.digests.append(request.score.prefix_digest)
+                self.promised.append(request.score.plain_follows)
                 await context.write(well_answered(request.score))
             elif request.HasField("close"):
                 self.num_closed += 1
@@ -171,13 +173,14 @@ async def test_a_worker_that_describes_no_model_counts_as_away() -> None:
         assert not workers.pool.is_available
 
 
-async def test_each_round_proves_what_it_builds_on() -> None:
+async def test_each_round_proves_what_it_builds_on_and_says_what_follows() -> None:
     servicer = Scripted()
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10)
         for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 8, 9]):
-            await scorer.score(committed, Proposal())
+            await scorer.score(committed, Proposal(), plain_follows=len(committed) == 3)
     assert servicer.digests == [b"digest of 0", b"digest of 2", b"digest of 3"]
+    assert servicer.promised == [False, True, False]
 
 
 @pytest.mark.parametrize("script", [end_after_one_answer, break_after_one_answer])

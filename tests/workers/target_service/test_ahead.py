@@ -13,10 +13,13 @@ from specdec.exact.prefix import chain
 from specdec.exact.values import ObservationRequest
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
+from target_service.ahead import AheadTask
+from target_service.scorer import ScoreTask
 from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target, packed_supports, score_request
 from tests.workers.conftest import Reference
 from tests.workers.target_service.streams import DRAFT, SUPPORTS, assert_scores, decoded, in_module_loop, values
 
+MODELS = Path(__file__).parents[3] / "models"
 NUM_ROUNDS = 12
 SAMPLINGS = {
     "plain": PLAIN,
@@ -97,7 +100,9 @@ async def test_drafts_can_follow_instead(
 
 
 @in_module_loop
-@pytest.mark.parametrize("what", ["another token", "two tokens", "an earlier start", "another text before it"])
+@pytest.mark.parametrize(
+    "what", ["another token", "two tokens", "an earlier start", "a later start", "another text before it"]
+)
 async def test_another_round_is_scored_anew(
     channel: grpc.aio.Channel,
     names: Iterator[str],
@@ -109,11 +114,14 @@ async def test_another_round_is_scored_anew(
     token = drawn(await begun(stream, 0, PROMPT))
     other = (token + 1) % 200
     tokens = {"another token": [other], "two tokens": [token, 9], "an earlier start": [PROMPT[-1], token]}
-    start = len(PROMPT) - (what == "an earlier start")
+    start = len(PROMPT) - (what == "an earlier start") + (what == "a later start")
     message = score_request(start=start, tokens=tokens.get(what, [token]))
     if what == "another text before it":
         message.score.prefix_digest = chain(b"", [*PROMPT[:-1], PROMPT[-1] + 1])
         assert (await stream.ask(message)).cached_len == 0, "the worker holds other tokens"
+    elif what == "a later start":
+        message.score.prefix_digest = chain(b"", PROMPT)
+        assert (await stream.ask(message)).cached_len < start, "it has not that many"
     else:
         answer = await stream.ask(message)
         text = [*PROMPT[:start], *message.score.tokens]
@@ -133,21 +141,51 @@ async def test_a_message_without_promise_ends_it(
 
 
 @in_module_loop
-@pytest.mark.parametrize("why", ["draft tokens", "a grammar", "a full context"])
+async def test_what_has_failed_before_it_was_asked_for_is_scored_anew(
+    channel: grpc.aio.Channel, names: Iterator[str], reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have failed for the sake of others in its forward."""
+    stream = TargetStream(channel, next(names))
+    with monkeypatch.context() as patched:
+        patched.setattr(AheadTask, "begin_after", begin_wrong)
+        text = [*PROMPT, drawn(await begun(stream, 0, PROMPT))]
+        await TargetStream(channel, next(names)).score(0, PROMPT)  # by now it has failed
+    answer = await stream.score(len(PROMPT), text[-1:])
+    assert_scores(decoded(answer, []), reference(text).softmax(-1)[-1:], len(text))
+
+
+def begin_wrong(task: AheadTask, previous: ScoreTask) -> None:
+    """Append a token that the model does not know."""
+    task.append_instead(previous.round.committed_length, [10**6])
+
+
+@in_module_loop
+@pytest.mark.parametrize("why", ["draft tokens", "a full context"])
 async def test_only_plain_rounds_are_scored_ahead(
     channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]], why: str
 ) -> None:
-    sampling = SamplingParams(regex="[a-z]+", seed=1) if why == "a grammar" else PLAIN
-    stream = TargetStream(channel, next(names), sampling)
+    stream = TargetStream(channel, next(names))
     tokens = [5] * 128 if why == "a full context" else PROMPT
     message = score_request(start=0, tokens=tokens, plain_follows=True)
     if why == "draft tokens":
         message.score.draft_tokens.extend(DRAFT)
         message.score.supports.CopyFrom(packed_supports(*SUPPORTS))
-    await (stream.fail(message) if why == "a grammar" else stream.ask(message))
-    if why != "a grammar":
-        await stream.close()
+    await stream.ask(message)
+    await stream.close()
     assert counted() == (0, 0)
+
+
+@in_module_loop
+@pytest.mark.parametrize("regex", [None, "[a-z]+"])
+async def test_what_a_grammar_allows_is_not_scored_ahead(
+    names: Iterator[str], counted: Callable[[], tuple[float, float]], regex: str | None
+) -> None:
+    """Its coordinator may know the next tokens, and drafts those."""
+    async with connected_target(MODELS / "target") as channel:
+        stream = TargetStream(channel, next(names), SamplingParams(regex=regex, seed=1))
+        await begun(stream, 0, PROMPT)
+        await stream.close()
+    assert counted() == ((0, 0) if regex else (1, 0))
 
 
 @in_module_loop
