@@ -107,10 +107,10 @@ async def print_temperature(served: Served, ways: Sequence[Way], record: Record,
     print_table(f"The service's own choice, temperature {temperature:g}", tables.choices(by_kind))
 
 
-async def print_loads(client: AsyncClient, served: Served, record: Record) -> None:
+async def print_loads(client: AsyncClient, served: Served, record: Record, temperature: float) -> None:
     """Print total tokens a second of many sessions at once."""
     prompts: Sequence[Prompt] = served.in_turn(served.num_prompts)
-    results = [load async for load in loads(client, served, prompts, served.num_repetitions)]
+    results = [load async for load in loads(client, served, temperature, prompts, served.num_repetitions)]
     for result in results:
         record.note(load=asdict(result))
     columns = ("sessions", "plain, tokens/s", "chosen by the service, tokens/s", "ratio")
@@ -123,7 +123,8 @@ async def print_loads(client: AsyncClient, served: Served, record: Record) -> No
         )
         for each in results
     ]
-    print_table(f"Many sessions at once, temperature 0, {LOAD_TOKENS} tokens each", tables.lines(columns, rows))
+    title = f"Many sessions at once, temperature {temperature:g}, {LOAD_TOKENS} tokens each"
+    print_table(title, tables.lines(columns, rows))
 
 
 def print_prompts(served: Served) -> None:
@@ -149,8 +150,8 @@ async def bench(served: Served, selection: Selection) -> None:
         print_prompts(served)
         for temperature in selection.temperatures:
             await print_temperature(served, ways, record, temperature)
-        if served.loads:
-            await print_loads(client, served, record)
+            if served.loads:
+                await print_loads(client, served, record, temperature)
 
 
 # ---- the flags

@@ -17,7 +17,7 @@ from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.costs import Counts
 from coordinator.choosing.estimates import JOINT_LENGTH, Estimates
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Estimate, RoundOutcome, Trial
-from coordinator.choosing.rest import Rest
+from coordinator.choosing.rest import AWAKE_ROUNDS, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import AND
 from specdec.exact.values import Proposal
@@ -52,6 +52,7 @@ class PlanChooser:
         self._comparisons = Comparisons()
         self._next_compared = list(drafters)  # drafters whose unused proposals can be compared, in turn
         self._rest = Rest()
+        self._has_observed = False  # the target, for the drafters of this session: its prompt at least
 
     def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
         """Return the plan of a round that may commit at most `remaining_tokens` tokens, one of which closes it.
@@ -68,6 +69,7 @@ class PlanChooser:
             if self._trial.plan.drafter in drafters and self._trial.plan.num_draft_tokens <= maximum:
                 return self._priced(self._trial.plan, self._trial.best)
         self._trial = None
+        self._comparisons.note_round()
         if not drafters or not maximum:
             return PLAIN
         if self._is_fixed and len(drafters) == 1:
@@ -82,23 +84,33 @@ class PlanChooser:
 
         A rest that goes on makes that sure. In a busy target's forward one more row costs little, should it be in vain.
         """
-        may_go_on = self._costs.num_sessions >= MIN_BUSY_SESSIONS and plan.observes and not self._trial
-        return plan.drafter is None and (self._rest.follows or may_go_on)
+        return plan.drafter is None and (self._rest.follows or (self._is_busy and not self._trial))
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the target worker has so many sessions that its forwards run for others anyway."""
+        return self._costs.num_sessions >= MIN_BUSY_SESSIONS
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""
         has_no_room = self._is_fixed and chosen.drafter is None
-        if has_no_room or not chosen.observes or not self._comparisons.is_due(self._costs.num_sessions):
+        if has_no_room or not chosen.observes:
             return None
-        others = set(available) - {chosen.drafter, chosen.fallback and chosen.fallback.drafter}
-        lengths = ((name, self._hidden_length(name)) for name in self._next_compared if name in others)
-        name, length = next(((name, length) for name, length in lengths if length), ("", 0))
+        name, length = self._next_comparison(chosen, available)
         if not length:
             return None
         self._comparisons.begin()
         self._next_compared.remove(name)
         self._next_compared.append(name)
         return replace(chosen, drafter=name, num_draft_tokens=min(length, self._maximum), fallback=None)
+
+    def _next_comparison(self, chosen: DraftPlan, available: Iterable[str]) -> tuple[str, int]:
+        """Return whom a round may ask for a proposal that it does not use, and for how many tokens; 0: nobody."""
+        if not self._comparisons.is_due(self._costs.num_sessions):
+            return "", 0
+        others = set(available) - {chosen.drafter, chosen.fallback and chosen.fallback.drafter}
+        lengths = ((name, self._hidden_length(name)) for name in self._next_compared if name in others)
+        return next(((name, length) for name, length in lengths if length), ("", 0))
 
     def _hidden_length(self, drafter: str) -> int:
         """Return how many draft tokens a drafter is known to propose well before the target answers; 0: none."""
@@ -126,6 +138,7 @@ class PlanChooser:
         elapsed_s = outcome.draft_s + outcome.score_s + outcome.other_s + (missed.elapsed_s if missed else 0.0)
         if plan.drafter is not None:
             self._observe_acceptance(plan.drafter, plan.num_draft_tokens, outcome.num_drafted, outcome.path)
+        self._has_observed |= plan.observes
         if not outcome.has_prefill:
             self._observe_costs(outcome)
         if self._trial:
@@ -170,9 +183,18 @@ class PlanChooser:
                 if estimate.plan != best.plan
             }
             tried = self._tried(best, losses | {self._probe(name, maximum): plain.seconds for name in forgotten})
-        if tried is None:
-            self._rest.observe(best is plain)
+        if tried is None and self._rests(best is plain, drafters):
+            return RESTING
         return self._priced(tried or best.plan, best)
+
+    def _rests(self, is_plain: bool, drafters: Sequence[str]) -> bool:
+        """Note whether plain decoding is best; return whether the session rests from this very round on.
+
+        At a busy target it does, unless another drafter can be compared in this round.
+        """
+        self._rest.observe(is_plain, 1 if self._is_busy else AWAKE_ROUNDS)
+        rests = is_plain and self._is_busy and self._has_observed
+        return rests and not any(self._next_comparison(PLAIN, drafters))
 
     def _priced(self, plan: DraftPlan, best: Estimate) -> DraftPlan:
         """Return a plan with what another draft token costs, in tokens that the best plan yields in that time."""

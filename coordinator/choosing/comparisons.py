@@ -65,9 +65,12 @@ class Comparisons:
     _num_begun: int = 0
     _num_rounds: int = 0  # since the last one began
 
-    def is_due(self, num_sessions: int) -> bool:
-        """Count a round; return whether it may ask for a proposal. Sessions at one target worker take turns."""
+    def note_round(self) -> None:
+        """Count a round in which plans are weighed."""
         self._num_rounds += 1
+
+    def is_due(self, num_sessions: int) -> bool:
+        """Return whether the round may ask for a proposal. Sessions at one target worker take turns."""
         return self._num_rounds >= num_sessions * min(1 + self._num_begun // ROUNDS_PER_GAP, LONGEST_GAP)
 
     def begin(self) -> None:

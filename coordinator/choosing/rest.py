@@ -4,6 +4,9 @@ To look for a better plan costs time even where nobody drafts: the target observ
 compared, plans are weighed. So a session that has decoded plainly for a while rests, longer each time, and looks again
 for a few rounds in between. A great change of load wakes it, as that may change what pays. The target scores rounds of
 a rest ahead, as it knows that another one follows, so they are faster than any other plain round.
+
+At a busy target a round awake costs twice one of a rest: it misses the forward that the others share. There a session
+rests after its first round, and goes on resting where plans are weighed again and nothing is to be tried or compared.
 """
 
 from dataclasses import dataclass
@@ -39,12 +42,12 @@ class Rest:
         self._left -= 1
         return True
 
-    def observe(self, is_plain: bool) -> None:
-        """Note whether plain decoding was best in a round awake."""
+    def observe(self, is_plain: bool, num_rounds: int = AWAKE_ROUNDS) -> None:
+        """Note whether plain decoding was best in a round awake; after `num_rounds` of them a rest begins."""
         if not is_plain:
             self._num_plain, self._length = 0, FIRST_REST
             return
         self._num_plain += 1
-        if self._num_plain >= AWAKE_ROUNDS:
+        if self._num_plain >= num_rounds:
             self._num_plain, self._num_sessions = 0, None
             self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)

@@ -243,10 +243,53 @@ def test_a_change_of_load_ends_a_rest() -> None:
     shared, drafters = SharedStatistics(), {"a": Drafter(0.5, 1.0)}
     chooser = PlanChooser(shared, ["a"], MAXIMUM)
     simulate(drafters, num_rounds=300, shared=shared, chooser=chooser)
+    for _ in range(3):
+        shared.costs.observe_score(0, 1.0, num_sessions=8)
     while chooser.choose(ROOM).observes:
-        chooser.observe(RoundOutcome(PLAIN, 0, (), 0.0, 1.0))
-    shared.costs.observe_score(0, 1.0, num_sessions=8)
+        chooser.observe(RoundOutcome(PLAIN, 0, (), 0.0, 1.0, num_sessions=8))
+    assert not chooser.choose(ROOM).observes
+    shared.costs.observe_score(0, 1.0, num_sessions=1)
     assert chooser.choose(ROOM).observes
+
+
+def busy(drafters: Mapping[str, Drafter]) -> SharedStatistics:
+    """What is known after some rounds at a busy target, at which nobody's drafts pay."""
+    shared = SharedStatistics()
+    shared.exploration = NeverExplores()
+    for name in drafters:
+        for _ in range(5):
+            shared.costs.observe_draft(name, 4, drafters[name].overhead)
+    for k in (0, 4) * 20:
+        shared.costs.observe_score(k, 1 + 1.0 * k, num_sessions=8)
+    return shared
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_at_a_busy_target_a_rest_goes_on_without_a_round_awake(is_quick: bool) -> None:
+    """After the first round, which observes the prompt; one in which a quick drafter is compared is awake, too."""
+    drafters = {"a": Drafter(0.5, 0.0, 0.1 if is_quick else 0.9)}
+    chooser = PlanChooser(busy(drafters), list(drafters), MAXIMUM)
+    num_compared, plans = 0, list[DraftPlan]()
+    for _ in range(1000):
+        plans.append(chooser.choose(ROOM))
+        compared = chooser.choose_compared(plans[-1], list(drafters))
+        num_compared += compared is not None
+        assert chooser.expects_plain_after(plans[-1])
+        chooser.observe(RoundOutcome(plans[-1], 0, (), 0.0, 1.0, num_sessions=8))
+    assert [plan.observes for plan in plans[:10]] == [True] + [False] * 9
+    assert sum(plan.observes for plan in plans) == 1 + num_compared
+    assert (num_compared > 0) == is_quick
+    assert num_compared <= 2
+
+
+def test_a_busy_target_that_becomes_idle_is_weighed_anew() -> None:
+    drafters = {"a": Drafter(0.5, 0.0, 0.1)}
+    shared = busy(drafters)
+    chooser = PlanChooser(shared, list(drafters), MAXIMUM)
+    for _ in range(100):
+        chooser.observe(RoundOutcome(chooser.choose(ROOM), 0, (), 0.0, 1.0, num_sessions=8))
+    chooser.observe(RoundOutcome(RESTING, 0, (), 0.0, 1.0, num_sessions=1))
+    assert chooser.choose(ROOM).drafter == "a"
 
 
 @pytest.mark.parametrize(("num_sessions", "goes_on"), [(8, True), (14, True), (15, False), (4, True), (3, False)])
@@ -367,6 +410,7 @@ def test_drawn_proposals_are_not_compared() -> None:
     shared = SharedStatistics()
     simulate({"a": Drafter(0.6, 0.01), "b": Drafter(0.6, 0.01)}, shared=shared)
     chooser = PlanChooser(shared, ["a", "b"], MAXIMUM)
+    chooser.choose(ROOM)
     plan = chooser.choose_compared(DraftPlan("b", 4), ["a", "b"])
     assert plan
     assert plan.drafter == "a"
@@ -385,7 +429,10 @@ def test_slow_drafters_are_not_asked_for_comparison() -> None:
             shared.costs.observe_draft(name, 4, drafters[name].overhead)
             shared.costs.observe_score(4, 1.0)
     chooser = PlanChooser(shared, list(drafters), MAXIMUM)
-    asked = [chooser.choose_compared(PLAIN, list(drafters)) for _ in range(2)]
+    asked = []
+    for _ in range(2):
+        chooser.choose(ROOM)
+        asked.append(chooser.choose_compared(PLAIN, list(drafters)))
     assert {plan.drafter for plan in asked if plan} == {"quick"}
 
 
@@ -587,10 +634,10 @@ def test_a_load_change_changes_k_at_once() -> None:
     chooser = PlanChooser(shared, ["a"], MAXIMUM)
     idle = chooser.choose(ROOM)
     load(shared, 32, 4.0)
-    busy = chooser.choose(ROOM)
+    busy = [chooser.choose(ROOM) for _ in range(2)]
     shared.costs.observe_score(4, 1.04, 1)
     assert idle.num_draft_tokens >= 4
-    assert busy == PLAIN
+    assert busy == [PLAIN, RESTING]
     assert chooser.choose(ROOM).num_draft_tokens >= 4
 
 
