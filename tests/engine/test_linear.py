@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.engine.linear import MIN_FLOAT32_ROWS, MIN_FLOAT32_WEIGHTS, PackedLinear, pack_linears, try_prepack
+from specdec.engine.linear import MIN_FLOAT32_WEIGHTS, PackedLinear, pack_linears, try_prepack
 
 SHAPES = {  # (in, out); one of each type has odd sizes
     torch.bfloat16: [(48, 320), (384, 1024), (1024, 384), (129, 67)],
@@ -86,14 +86,6 @@ def test_tied_embeddings_keep_their_weight() -> None:
     assert pack_linears(model) == packs(torch.float32)
     assert isinstance(model.embedding.weight, torch.Tensor)
     assert torch.equal(model.embedding.weight, served(model.head).weight)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("num_rows", [1, MIN_FLOAT32_ROWS - 1])
-def test_few_float32_rows_use_the_plain_product(num_rows: int) -> None:
-    linear = make_linear(1024, 1024, dtype=torch.float32)
-    rows = torch.randn(num_rows, 1024)
-    with torch.inference_mode():
-        assert torch.equal(served(linear)(rows), linear(rows))
 
 
 def test_other_layers_stay_unchanged() -> None:
