@@ -10,8 +10,9 @@
 #include <string.h>
 
 #define BLOCK 64
-#define MAX_ROWS 8     // that go through a block of keys together
+#define MAX_ROWS 33    // that go through a block of keys together: a round's
 #define LEAST -1e30f   // a score that weighs nothing
+#define VALUE_CHUNKS 2 // vectors of a value that are added up together
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16")
 #define LIST(...) __VA_ARGS__
@@ -42,14 +43,25 @@ typedef struct {
     int64_t token, first_slot, num_linear, end, path;
 } Row;
 
-// One query head between two blocks: the largest score yet, and the sum of the weights relative to e^most.
+// One query head between two blocks: the largest score yet, and the weights relative to e^most, added up lane by lane.
 typedef struct {
-    float most, total;
+    float most, totals[16];
 } State;
 
-static ALWAYS_INLINE int64_t slot_of(const Attention *all, const Row *row, int64_t position)
+// Where the keys and values lie that a row sees of a block, as floats; after them more keys, scored and not counted.
+typedef struct {
+    const float *keys[BLOCK + 16], *values[BLOCK];
+} Block;
+
+static ALWAYS_INLINE void pad(Block *block, int64_t count)
 {
-    return position < row->num_linear ? row->first_slot + position : all->slots[row->path + position - row->num_linear];
+    for (int64_t index = count; count > 0 && index < BLOCK + 16; index++)
+        block->keys[index] = block->keys[0];
+}
+
+static ALWAYS_INLINE int64_t slot_on_path(const Attention *all, const Row *row, int64_t position)
+{
+    return all->slots[row->path + position - row->num_linear];
 }
 
 // Return the first position that a row sees.
@@ -58,34 +70,31 @@ static ALWAYS_INLINE int64_t first_seen(const Attention *all, const Row *row)
     return all->window && row->end > all->window ? row->end - all->window : 0;
 }
 
-// Return how many rows, from the first on, are neighbours in one text, none of them in a tree.
-static int num_neighbours(const Row *rows, int64_t num_rows)
+// Return how many rows, from the first on, belong to one text.
+static int num_of_one_text(const Row *rows, int64_t num_rows)
 {
     int count = 1;
-    while (count < num_rows && count < MAX_ROWS && rows[count].first_slot == rows[0].first_slot
-           && rows[count - 1].num_linear == rows[count - 1].end && rows[count].num_linear == rows[count].end
-           && rows[count].end == rows[count - 1].end + 1)
+    while (count < num_rows && count < MAX_ROWS && rows[count].first_slot == rows[0].first_slot)
         count++;
     return count;
 }
 
-static ALWAYS_INLINE void write(void *output, int64_t index, float number, const int is_bf16)
+// Let the processor fetch one head's key and value of those that begin with `slot`, as they are wanted soon: without that a
+// forward waits for memory most of the time. They may lie outside the pool.
+static ALWAYS_INLINE void fetch(const Attention *all, int64_t slot, int64_t head, const int is_bf16)
 {
-    if (!is_bf16) {
-        ((float *)output)[index] = number;
-        return;
-    }
-    uint32_t bits;
-    memcpy(&bits, &number, sizeof bits);
-    if (number != number)
-        bits |= 1u << 16;  // rounding must not make a NaN infinite
-    else
-        bits += 0x7fffu + (bits >> 16 & 1);
-    ((uint16_t *)output)[index] = (uint16_t)(bits >> 16);
+    const int64_t place = slot * all->num_kv_heads + head, size = is_bf16 ? 2 : 4;
+    const char *key = (const char *)all->keys + place * all->key_size * size;
+    const char *value = (const char *)all->values + place * all->value_size * size;
+    for (int64_t byte = 0; byte < all->key_size * size; byte += 64)
+        __builtin_prefetch(key + byte);
+    for (int64_t byte = 0; byte < all->value_size * size; byte += 64)
+        __builtin_prefetch(value + byte);
 }
 
 #if defined(__x86_64__) && !defined(__clang__)
 #define HAS_VERSIONS
+#include <immintrin.h>
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 #define LANES 16
@@ -108,7 +117,7 @@ static ALWAYS_INLINE void write(void *output, int64_t index, float number, const
 int64_t specdec_room(const Attention *all)
 {
     const int64_t padded = (all->key_size + 15) / 16 * 16 + (all->value_size + 15) / 16 * 16;
-    return (int64_t)sizeof(float) * (MAX_ROWS * all->num_heads * (padded + 2) + BLOCK * padded);
+    return (int64_t)sizeof(float) * (MAX_ROWS * all->num_heads * (padded + 17) + 2 * BLOCK * padded);
 }
 
 // Return how many floats this processor's vectors have, of those that `attend` is built for.
@@ -122,6 +131,16 @@ int64_t specdec_lanes(void)
         return 8;
 #endif
     return 4;
+}
+
+// Return whether this processor multiplies matrices of bfloat16 in tiles.
+int64_t specdec_has_tiles(void)
+{
+#ifdef HAS_VERSIONS
+    return __builtin_cpu_supports("amx-bf16") != 0;
+#else
+    return 0;
+#endif
 }
 
 // Attend for some rows. `room` has specdec_room bytes.

@@ -7,13 +7,22 @@ typedef uint16_t NAME(halves) __attribute__((vector_size(2 * LANES)));
 #define FLOATS NAME(floats)
 #define INTS NAME(ints)
 
+static ALWAYS_INLINE NAME(words) NAME(widened)(NAME(halves) halves)
+{
+#if LANES == 16
+    return (NAME(words))_mm512_cvtepu16_epi32((__m256i)halves);  // what GCC makes of the line below takes three steps
+#else
+    return __builtin_convertvector(halves, NAME(words));
+#endif
+}
+
 // Copy LANES numbers as floats; a bfloat16 is the upper half of a float.
 static ALWAYS_INLINE void NAME(convert)(float *copied, const void *numbers, const int is_bf16)
 {
     if (is_bf16) {
         NAME(halves) halves;
         memcpy(&halves, numbers, sizeof halves);
-        const NAME(words) words = __builtin_convertvector(halves, NAME(words)) << 16;
+        const NAME(words) words = NAME(widened)(halves) << 16;
         memcpy(copied, &words, sizeof words);
     } else
         memcpy(copied, numbers, sizeof(FLOATS));
@@ -60,83 +69,150 @@ static ALWAYS_INLINE FLOATS NAME(exponential)(FLOATS x)
     return sum * (FLOATS)((power + 127) << 23);
 }
 
-static ALWAYS_INLINE float NAME(exponential_of_one)(float x)
-{
-    FLOATS all = {0};
-    all = NAME(exponential)(all + x);
-    return all[0];
-}
-
-// Return the sum of each of LANES vectors, in their order: neighbours' halves are added, pair by pair.
-static ALWAYS_INLINE FLOATS NAME(sums)(FLOATS *parts)
-{
+// Add neighbours' halves, pair by pair: half as many vectors, each with the parts of twice as many sums.
 #define HALVE(count, first, second)                                                                                  \
     UNROLLED for (int i = 0; i < (count) / 2; i++)                                                                   \
         parts[i] = SHUFFLE(parts[2 * i], parts[2 * i + 1], first) + SHUFFLE(parts[2 * i], parts[2 * i + 1], second);
+
+// Return one vector with the parts of LANES / 4 vectors' sums, in their order.
+static ALWAYS_INLINE FLOATS NAME(first_sums)(FLOATS *parts)
+{
 #if LANES == 16
-    HALVE(16, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+    HALVE(4, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
           LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
-    HALVE(8, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+    HALVE(2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
           LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+#elif LANES == 8
+    HALVE(2, LIST(0, 8, 2, 10, 4, 12, 6, 14), LIST(1, 9, 3, 11, 5, 13, 7, 15))
+#endif
+    return parts[0];
+}
+
+// Return LANES sums, of which four vectors have the parts.
+static ALWAYS_INLINE FLOATS NAME(last_sums)(FLOATS *parts)
+{
+#if LANES == 16
     HALVE(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
           LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
     HALVE(2, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
           LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
 #elif LANES == 8
-    HALVE(8, LIST(0, 8, 2, 10, 4, 12, 6, 14), LIST(1, 9, 3, 11, 5, 13, 7, 15))
     HALVE(4, LIST(0, 1, 8, 9, 4, 5, 12, 13), LIST(2, 3, 10, 11, 6, 7, 14, 15))
     HALVE(2, LIST(0, 1, 2, 3, 8, 9, 10, 11), LIST(4, 5, 6, 7, 12, 13, 14, 15))
 #else
     HALVE(4, LIST(0, 4, 2, 6), LIST(1, 5, 3, 7))
     HALVE(2, LIST(0, 1, 4, 5), LIST(2, 3, 6, 7))
 #endif
-#undef HALVE
     return parts[0];
 }
+#undef HALVE
 
-// Score the keys of a block for one query: scores[count, rounded up to LANES]; return the largest, or `most`.
-static ALWAYS_INLINE float NAME(score)(const Attention *all, const float *query, const float *const *keys, int count,
-                                       float *scores, float most, const int chunks)
+#if LANES == 16
+#define TURNED(v, by) SHUFFLE(v, v, by, 1 + by, 2 + by, 3 + by, 4 + by, 5 + by, 6 + by, 7 + by, 8 + by, 9 + by, 10 + by, \
+                              11 + by, 12 + by, 13 + by, 14 + by, 15 + by)
+#elif LANES == 8
+#define TURNED(v, by) SHUFFLE(v, v, by, 1 + by, 2 + by, 3 + by, 4 + by, 5 + by, 6 + by, 7 + by)
+#else
+#define TURNED(v, by) SHUFFLE(v, v, by, 1 + by, 2 + by, 3 + by)
+#endif
+
+static ALWAYS_INLINE FLOATS NAME(larger)(FLOATS first, FLOATS second)
 {
-    FLOATS largest = {0};
-    largest += most;
-    for (int first = 0; first < count; first += LANES) {
-        FLOATS parts[LANES];
-        UNROLLED for (int lane = 0; lane < LANES; lane++)
-            parts[lane] = NAME(at)(query, 0) * NAME(at)(keys[first + lane], 0);
-        for (int chunk = 1; chunk < chunks; chunk++) {
-            const FLOATS numbers = NAME(at)(query, chunk);
-            UNROLLED for (int lane = 0; lane < LANES; lane++)
-                parts[lane] += numbers * NAME(at)(keys[first + lane], chunk);
-        }
-        FLOATS found = NAME(sums)(parts) * all->scaling;
-        if (all->softcap > 0)
-            for (int lane = 0; lane < LANES; lane++)
-                found[lane] = tanhf(found[lane] / all->softcap) * all->softcap;
-        for (int lane = count - first; lane < LANES; lane++)
-            found[lane] = LEAST;
-        const INTS is_larger = found > largest;
-        largest = (FLOATS)((is_larger & (INTS)found) | (~is_larger & (INTS)largest));
-        memcpy(scores + first, &found, sizeof found);
-    }
-    for (int lane = 0; lane < LANES; lane++)
-        most = largest[lane] > most ? largest[lane] : most;
-    return most;
+    const INTS is_larger = second > first;
+    return (FLOATS)((is_larger & (INTS)second) | (~is_larger & (INTS)first));
 }
 
-// Turn scores into weights relative to e^most; return their sum.
-static ALWAYS_INLINE float NAME(weigh)(float *scores, int count, float most)
+static ALWAYS_INLINE float NAME(largest_of)(FLOATS floats)
 {
-    FLOATS total = {0};
+#if LANES == 16
+    floats = NAME(larger)(floats, TURNED(floats, 8));
+#endif
+#if LANES >= 8
+    floats = NAME(larger)(floats, TURNED(floats, 4));
+#endif
+    floats = NAME(larger)(floats, TURNED(floats, 2));
+    return NAME(larger)(floats, TURNED(floats, 1))[0];
+}
+
+static ALWAYS_INLINE float NAME(sum_of)(FLOATS floats)
+{
+#if LANES == 16
+    floats += TURNED(floats, 8);
+#endif
+#if LANES >= 8
+    floats += TURNED(floats, 4);
+#endif
+    floats += TURNED(floats, 2);
+    return (floats + TURNED(floats, 1))[0];
+}
+#undef TURNED
+
+// Score a block's keys for `tile` queries: scores[tile][count, rounded up to LANES]; raise `most` to the largest.
+static ALWAYS_INLINE void NAME(score)(const Attention *all, const float *query, const float *const *keys, int count,
+                                      float (*scores)[BLOCK], float *most, const int chunks, const int tile)
+{
+    FLOATS largest[4];
+    UNROLLED for (int head = 0; head < tile; head++)
+        largest[head] = (FLOATS){0} + most[head];
+    for (int first = 0; first < count; first += LANES) {
+        FLOATS parts[4][4];
+        UNROLLED for (int quarter = 0; quarter < 4; quarter++) {
+            const float *const *own = keys + first + quarter * (LANES / 4);
+            FLOATS products[4][LANES / 4] = {0};
+            for (int chunk = 0; chunk < chunks; chunk++)
+                UNROLLED for (int lane = 0; lane < LANES / 4; lane++) {
+                    const FLOATS numbers = NAME(at)(own[lane], chunk);
+                    UNROLLED for (int head = 0; head < tile; head++)
+                        products[head][lane] += NAME(at)(query, head * chunks + chunk) * numbers;
+                }
+            UNROLLED for (int head = 0; head < tile; head++)
+                parts[head][quarter] = NAME(first_sums)(products[head]);
+        }
+        UNROLLED for (int head = 0; head < tile; head++) {
+            FLOATS found = NAME(last_sums)(parts[head]) * all->scaling;
+            if (all->softcap > 0)
+                for (int lane = 0; lane < LANES; lane++)
+                    found[lane] = tanhf(found[lane] / all->softcap) * all->softcap;
+            for (int lane = count - first; lane < LANES; lane++)
+                found[lane] = LEAST;
+            largest[head] = NAME(larger)(largest[head], found);
+            memcpy(scores[head] + first, &found, sizeof found);
+        }
+    }
+    UNROLLED for (int head = 0; head < tile; head++)
+        most[head] = NAME(largest_of)(largest[head]);
+}
+
+// Turn scores into weights relative to e^most; shrink the totals, and add them, lane by lane.
+static ALWAYS_INLINE void NAME(weigh)(float *scores, int count, float most, float shrink, float *totals)
+{
+    FLOATS sums = NAME(at)(totals, 0) * shrink;
     for (int first = 0; first < count; first += LANES) {
         const FLOATS weights = NAME(exponential)(NAME(at)(scores + first, 0) - most);
         memcpy(scores + first, &weights, sizeof weights);
-        total += weights;
+        sums += weights;
     }
-    float sum = 0;
-    for (int lane = 0; lane < LANES; lane++)
-        sum += total[lane];
-    return sum;
+    memcpy(totals, &sums, sizeof sums);
+}
+
+// Add a block's weighted values to some neighbouring chunks of `tile` heads' sums, after shrinking those.
+static ALWAYS_INLINE void NAME(add_values)(float *sum, int value_chunks, const float (*scores)[BLOCK],
+                                           const float *shrinks, const float *const *values, int chunk, int count,
+                                           const int tile, const int num_chunks)
+{
+    FLOATS sums[4][VALUE_CHUNKS];
+    UNROLLED for (int head = 0; head < tile; head++)
+        UNROLLED for (int part = 0; part < num_chunks; part++)
+            sums[head][part] = NAME(at)(sum, head * value_chunks + chunk + part) * shrinks[head];
+    for (int index = 0; index < count; index++)
+        UNROLLED for (int part = 0; part < num_chunks; part++) {
+            const FLOATS numbers = NAME(at)(values[index], chunk + part);
+            UNROLLED for (int head = 0; head < tile; head++)
+                sums[head][part] += scores[head][index] * numbers;
+        }
+    UNROLLED for (int head = 0; head < tile; head++)
+        UNROLLED for (int part = 0; part < num_chunks; part++)
+            memcpy(sum + (head * value_chunks + chunk + part) * LANES, &sums[head][part], sizeof(FLOATS));
 }
 
 // Go through one block of keys and values for `tile` query heads that share them.
@@ -144,79 +220,116 @@ static ALWAYS_INLINE void NAME(attend_block)(const Attention *all, const float *
                                              const float *const *keys, const float *const *values, int count,
                                              const int key_chunks, const int value_chunks, const int tile)
 {
-    float scores[4][BLOCK], shrinks[4];
+    float scores[4][BLOCK], shrinks[4], most[4];
+    UNROLLED for (int head = 0; head < tile; head++)
+        most[head] = states[head].most;
+    NAME(score)(all, query, keys, count, scores, most, key_chunks, tile);
     UNROLLED for (int head = 0; head < tile; head++) {
-        State *state = states + head;
-        const float most =
-            NAME(score)(all, query + head * key_chunks * LANES, keys, count, scores[head], state->most, key_chunks);
-        const FLOATS nothing = {0};
-        shrinks[head] = NAME(exponential)(nothing + (state->most - most))[0];
-        state->most = most;
-        state->total = state->total * shrinks[head] + NAME(weigh)(scores[head], count, most);
+        shrinks[head] = NAME(exponential)((FLOATS){0} + (states[head].most - most[head]))[0];
+        states[head].most = most[head];
+        NAME(weigh)(scores[head], count, most[head], shrinks[head], states[head].totals);
     }
-    for (int chunk = 0; chunk < value_chunks; chunk++) {
-        FLOATS sums[4];
-        UNROLLED for (int head = 0; head < tile; head++)
-            sums[head] = NAME(at)(sum, head * value_chunks + chunk) * shrinks[head];
-        for (int index = 0; index < count; index++) {
-            const FLOATS numbers = NAME(at)(values[index], chunk);
-            UNROLLED for (int head = 0; head < tile; head++)
-                sums[head] += scores[head][index] * numbers;
-        }
-        UNROLLED for (int head = 0; head < tile; head++)
-            memcpy(sum + (head * value_chunks + chunk) * LANES, &sums[head], sizeof(FLOATS));
-    }
+    int chunk = 0;
+    for (; chunk + VALUE_CHUNKS <= value_chunks; chunk += VALUE_CHUNKS)
+        NAME(add_values)(sum, value_chunks, scores, shrinks, values, chunk, count, tile, VALUE_CHUNKS);
+    for (; chunk < value_chunks; chunk++)
+        NAME(add_values)(sum, value_chunks, scores, shrinks, values, chunk, count, tile, 1);
 }
 
-// Attend for some rows that see the same slots, each from its own first position to its own last.
-static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *rows, const int num_rows, float *room,
-                                            const int is_copied, const int is_bf16)
+// Write some of a vector's numbers, the first ones.
+static ALWAYS_INLINE void NAME(write)(void *output, int64_t first, FLOATS numbers, int count, const int is_bf16)
+{
+    if (!is_bf16) {
+        memcpy((float *)output + first, &numbers, sizeof(float) * (size_t)count);
+        return;
+    }
+    const NAME(words) words = (NAME(words))numbers, is_nan = (NAME(words))(numbers != numbers);
+    const NAME(words) rounded = words + 0x7fffu + (words >> 16 & 1);  // must not make a NaN infinite
+    const NAME(halves) halves =
+        __builtin_convertvector(((is_nan & (words | 1u << 16)) | (~is_nan & rounded)) >> 16, NAME(halves));
+    memcpy((uint16_t *)output + first, &halves, 2 * (size_t)count);
+}
+
+// Let a block's pointers at `index` lead to a slot's key and value, or to copies of them as floats.
+static ALWAYS_INLINE void NAME(lead)(const Attention *all, Block *block, int64_t index, int64_t slot, int64_t kv_head,
+                                     float *copies, const int is_copied, const int is_bf16)
+{
+    const int64_t place = slot * all->num_kv_heads + kv_head;
+    const int key_size = (int)all->key_size, value_size = (int)all->value_size;
+    if (!is_copied) {
+        block->keys[index] = (const float *)all->keys + place * key_size;
+        block->values[index] = (const float *)all->values + place * value_size;
+        return;
+    }
+    const int key_width = (key_size + LANES - 1) / LANES * LANES, value_width = (value_size + LANES - 1) / LANES * LANES;
+    float *key = copies + index * (key_width + value_width), *value = key + key_width;
+    NAME(copy)(key, all->keys, place * key_size, key_size, is_bf16);
+    NAME(copy)(value, all->values, place * value_size, value_size, is_bf16);
+    block->keys[index] = key;
+    block->values[index] = value;
+}
+
+// Attend for some rows of one text, each from its own first position to its own last; `next` is the first slot of what is
+// read afterwards.
+static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *rows, const int num_rows, int64_t next,
+                                            float *room, const int is_copied, const int is_bf16)
 {
     const int key_size = (int)all->key_size, value_size = (int)all->value_size;
     const int key_chunks = (key_size + LANES - 1) / LANES, value_chunks = (value_size + LANES - 1) / LANES;
     const int key_width = key_chunks * LANES, value_width = value_chunks * LANES;
     const int num_heads = (int)all->num_heads, group = num_heads / (int)all->num_kv_heads;
     float *queries = room, *sums = queries + num_rows * num_heads * key_width;
-    State *states = (State *)(sums + num_rows * num_heads * value_width);
-    float *key_copies = (float *)(states + num_rows * num_heads), *value_copies = key_copies + BLOCK * key_width;
-    const float *keys[BLOCK + LANES], *values[BLOCK];
+    float *copies = sums + num_rows * num_heads * value_width, *own_copies = copies + BLOCK * (key_width + value_width);
+    State *states = (State *)(own_copies + BLOCK * (key_width + value_width));
+    Block shared, own;
     for (int head = 0; head < num_rows * num_heads; head++) {
         const int64_t token = rows[head / num_heads].token, number = head % num_heads;
         NAME(copy)(queries + head * key_width, all->query, token * all->query_stride + number * key_size, key_size,
                    is_bf16);
         states[head].most = all->sinks ? all->sinks[number] : LEAST;
-        states[head].total = all->sinks ? 1 : 0;
+        memset(states[head].totals, 0, sizeof states[head].totals);
+        states[head].totals[0] = all->sinks ? 1 : 0;
     }
     memset(sums, 0, sizeof(float) * (size_t)(num_rows * num_heads * value_width));
-    const int64_t begin = first_seen(all, rows), end = rows[num_rows - 1].end;
+    const int64_t first_slot = rows[0].first_slot;
+    int64_t begin = first_seen(all, rows), end = 0, linear = 0;
+    for (int row = 0; row < num_rows; row++) {
+        begin = first_seen(all, rows + row) < begin ? first_seen(all, rows + row) : begin;
+        end = rows[row].end > end ? rows[row].end : end;
+        linear = rows[row].num_linear > linear ? rows[row].num_linear : linear;
+    }
     for (int64_t first = begin / BLOCK * BLOCK; first < end; first += BLOCK) {
-        const int64_t low = first > begin ? first : begin, high = first + BLOCK < end ? first + BLOCK : end;
+        const int64_t low = first > begin ? first : begin, high = first + BLOCK < linear ? first + BLOCK : linear;
+        const int64_t later = first + BLOCK < linear ? first_slot + first + BLOCK : next;
         for (int kv_head = 0; kv_head < all->num_kv_heads; kv_head++) {
             for (int64_t position = low; position < high; position++) {
-                const int64_t index = position - low;
-                const int64_t slot = slot_of(all, rows + num_rows - 1, position) * all->num_kv_heads + kv_head;
-                if (is_copied) {
-                    keys[index] = key_copies + index * key_width;
-                    values[index] = value_copies + index * value_width;
-                    NAME(copy)(key_copies + index * key_width, all->keys, slot * key_size, key_size, is_bf16);
-                    NAME(copy)(value_copies + index * value_width, all->values, slot * value_size, value_size, is_bf16);
-                } else {
-                    keys[index] = (const float *)all->keys + slot * key_size;
-                    values[index] = (const float *)all->values + slot * value_size;
-                }
+                fetch(all, later, kv_head * BLOCK + position - first, is_bf16);
+                NAME(lead)(all, &shared, position - low, first_slot + position, kv_head, copies, is_copied, is_bf16);
             }
-            for (int64_t index = high - low; index < BLOCK + LANES; index++)
-                keys[index] = keys[0];  // scored, and not counted
+            pad(&shared, high - low);
             for (int row = 0; row < num_rows; row++) {
                 const int64_t seen = first_seen(all, rows + row), from = low > seen ? low : seen;
-                const int64_t to = high < rows[row].end ? high : rows[row].end;
-                for (int head = kv_head * group, last = head + group; from < to && head < last;) {
-                    const int tile = last - head < 4 ? last - head : 4, own = row * num_heads + head;
-#define TILE(number)                                                                                             \
-    case number:                                                                                                 \
-        NAME(attend_block)(all, queries + own * key_width, sums + own * value_width, states + own,               \
-                           keys + (from - low), values + (from - low), (int)(to - from), key_chunks, value_chunks, \
-                           number);                                                                              \
+                const int64_t to = first + BLOCK < rows[row].end ? first + BLOCK : rows[row].end;
+                if (from >= to)
+                    continue;
+                const float *const *keys = shared.keys + (from - low), *const *values = shared.values + (from - low);
+                if (to > rows[row].num_linear) {
+                    for (int64_t position = from; position < to; position++)
+                        if (position < rows[row].num_linear) {
+                            own.keys[position - from] = shared.keys[position - low];
+                            own.values[position - from] = shared.values[position - low];
+                        } else
+                            NAME(lead)(all, &own, position - from, slot_on_path(all, rows + row, position), kv_head,
+                                       own_copies, is_copied, is_bf16);
+                    pad(&own, to - from);
+                    keys = own.keys, values = own.values;
+                }
+                for (int head = kv_head * group, last = head + group; head < last;) {
+                    const int tile = last - head < 4 ? last - head : 4, place = row * num_heads + head;
+#define TILE(number)                                                                                                   \
+    case number:                                                                                                       \
+        NAME(attend_block)(all, queries + place * key_width, sums + place * value_width, states + place, keys, values, \
+                           (int)(to - from), key_chunks, value_chunks, number);                                        \
         break;
                     switch (tile) { TILE(1) TILE(2) TILE(3) TILE(4) }
 #undef TILE
@@ -227,8 +340,12 @@ static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *row
     }
     for (int head = 0; head < num_rows * num_heads; head++) {
         const int64_t place = rows[head / num_heads].token * num_heads + head % num_heads;
-        for (int index = 0; index < value_size; index++)
-            write(all->output, place * value_size + index, sums[head * value_width + index] / states[head].total, is_bf16);
+        const float total = NAME(sum_of)(NAME(at)(states[head].totals, 0));
+        for (int chunk = 0; chunk < value_chunks; chunk++) {
+            const int left = value_size - chunk * LANES;
+            NAME(write)(all->output, place * value_size + chunk * LANES, NAME(at)(sums + head * value_width, chunk) / total,
+                        left < LANES ? left : LANES, is_bf16);
+        }
     }
 }
 
@@ -236,13 +353,15 @@ static void NAME(attend)(const Attention *all, const Row *rows, int64_t num_rows
 {
     const int is_copied = all->key_size % LANES || all->value_size % LANES;
     for (int64_t index = 0; index < num_rows;) {
-        const int count = num_neighbours(rows + index, num_rows - index);
+        const int count = num_of_one_text(rows + index, num_rows - index);
+        const Row *next = rows + (index + count < num_rows ? index + count : index);
+        const int64_t slot = next->first_slot + first_seen(all, next) / BLOCK * BLOCK;
         if (all->is_bf16)
-            NAME(attend_rows)(all, rows + index, count, room, 1, 1);
+            NAME(attend_rows)(all, rows + index, count, slot, room, 1, 1);
         else if (is_copied)
-            NAME(attend_rows)(all, rows + index, count, room, 1, 0);
+            NAME(attend_rows)(all, rows + index, count, slot, room, 1, 0);
         else
-            NAME(attend_rows)(all, rows + index, count, room, 0, 0);
+            NAME(attend_rows)(all, rows + index, count, slot, room, 0, 0);
         index += count;
     }
 }

@@ -22,10 +22,13 @@ from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOption
 from specdec.engine.contiguous import ContiguousPool, LayerPool
 from specdec.engine.pool import LayerShape
 from specdec.engine.sdpa import Part, new_pool
+from specdec.types import MAX_DRAFT_TOKENS
 
 EXTENSION = "specdec.engine._attention"  # built by setup.py
 DTYPES = (torch.float32, torch.bfloat16)
-MAX_TOKENS = 8  # of one sequence; more are a prompt's, which torch's kernel takes together, and faster
+ROUND_TOKENS = MAX_DRAFT_TOKENS + 1  # of one sequence, at most; more are a prompt's
+# of one sequence, by the kernel's lanes: more go through torch's, where that is faster (docs/benchmarks.md)
+MAX_TOKENS = {4: 8, 8: ROUND_TOKENS, 16: sys.maxsize}
 MIN_SHARED_NUMBERS = 2_000_000  # of keys and values that a forward reads; fewer are not worth a second thread
 ROW_NUMBERS = 5  # of the C struct `Row`: token, first_slot, num_linear, end, path
 
@@ -53,7 +56,7 @@ def kernel() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     library, number = ctypes.CDLL(spec.origin), ctypes.c_int64
-    library.specdec_lanes.restype = library.specdec_room.restype = number
+    library.specdec_lanes.restype = library.specdec_room.restype = library.specdec_has_tiles.restype = number
     library.specdec_attend.restype = library.specdec_store.restype = None
     library.specdec_room.argtypes = [_POINTER]
     library.specdec_attend.argtypes = [_POINTER, _POINTER, number, _POINTER]
@@ -66,6 +69,14 @@ def num_lanes() -> int:
     """Return how many floats the kernel's vectors have on this processor."""
     library = kernel()
     return int(library.specdec_lanes()) if library else 0
+
+
+def max_tokens(dtype: torch.dtype) -> int:
+    """Return how many tokens of one sequence the kernel takes faster than torch's on this processor."""
+    library = kernel()
+    has_tiles = dtype == torch.bfloat16 and library is not None and bool(library.specdec_has_tiles())
+    most = MAX_TOKENS[num_lanes()]
+    return min(most, ROUND_TOKENS) if has_tiles else most
 
 
 def has_kernel(options: PoolOptions) -> bool:
@@ -90,10 +101,11 @@ class CompiledBackend:
     def __init__(self, shapes: Sequence[LayerShape], options: PoolOptions) -> None:
         self.pool = new_pool(shapes, options)
         self._threads = _Threads()
+        self._max_tokens = sys.maxsize if self.is_rowwise else max_tokens(options.dtype)
 
     def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
         """See `AttentionBackend`."""
-        return _CompiledPlan(segments, self.pool, self._threads, sys.maxsize if self.is_rowwise else MAX_TOKENS)
+        return _CompiledPlan(segments, self.pool, self._threads, self._max_tokens)
 
 
 class RowwiseCompiledBackend(CompiledBackend):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from specdec.engine.pool import LayerShape
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
 from specdec.exact.tree import path_to
+from specdec.types import MAX_DRAFT_TOKENS
 from tests.engine.kernel import NO_KERNEL, needs_kernel
 from tests.engine.tiny_models import load
 from tests.support import architectures
 
 ROOT = Path(__file__).parents[2]
 BLOCK_TOKENS = 32
+MAX_PROMPT = 100_000  # tokens
 PLAIN = AttentionOptions(0.2)
 # query heads, KV heads, size of a key and of a value: whole vectors and parts of one, one to five heads that share keys
 HEADS = {
@@ -156,6 +159,19 @@ def test_attention_is_what_it_is_defined_to_be(heads: str, form: str, dtype: tor
     for backend, tolerance in ((CompiledBackend, 4 * rounding), (RowwiseCompiledBackend, rounding)):  # torch's, ours
         for given, expected in zip(layer.attend(options, backend), layer.expected(options), strict=True):
             torch.testing.assert_close(given.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_the_kernel_takes_rounds_whole_and_prompts_where_it_is_the_faster_one(
+    dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for has_tiles in (False, True):
+        library = SimpleNamespace(specdec_has_tiles=lambda has_tiles=has_tiles: int(has_tiles))
+        monkeypatch.setattr(compiled, "kernel", lambda library=library: library)
+        takes_prompts = lanes == 16 and not (has_tiles and dtype == torch.bfloat16)
+        assert (compiled.max_tokens(dtype) > MAX_PROMPT) == takes_prompts
+        assert lanes == 4 or compiled.max_tokens(dtype) >= 1 + MAX_DRAFT_TOKENS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
