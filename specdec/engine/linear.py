@@ -11,9 +11,9 @@ is a packed one depends on type and shape alone, never on a measurement.
 import torch
 from torch import nn
 
-# Measured against plain float32, one thread, 135M Llama. An EPYC (Zen 5): whole forwards 1.65 times as fast with 1 row and
-# 2.65 with 3, where the plain product is at its slowest. A Xeon with AVX-512: products 0.9 of the speed with 1 to 3 rows,
-# 1.35 to 1.55 times as fast with 4 to 9, no gain below half a million weights.
+# Against plain float32, one thread, 135M Llama. EPYC (Zen 5): whole forwards 1.65 times as fast with 1 row and
+# 2.65 with 3, the plain product at its slowest. Xeon with AVX-512: products 0.9 of the speed with 1 to 3 rows, 1.35 to
+# 1.55 times as fast with 4 to 9, no gain below half a million weights.
 MIN_FLOAT32_WEIGHTS = 1 << 19
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # of the product's spread, largest difference
 
