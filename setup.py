@@ -61,10 +61,10 @@ def _with_plugins(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PATH": f"{sysconfig.get_path('scripts')}{os.pathsep}{environment.get('PATH', '')}"}
 
 
-# optional: without a C compiler, specdec is installed without it, and attends through torch's own kernels
-ATTENTION = Extension(
-    "specdec.engine._attention",
-    sources=["specdec/engine/attention_kernel.c"],
+# optional: without a C compiler, specdec is installed without it, and computes by torch's own kernels
+KERNELS = Extension(
+    "specdec.engine._kernels",
+    sources=["specdec/engine/attention_kernel.c", "specdec/engine/linear_kernel.c"],
     depends=["specdec/engine/attention_lanes.h"],
     libraries=["m"],
     extra_compile_args=["-std=gnu11", "-O2", "-g0"],
@@ -72,4 +72,4 @@ ATTENTION = Extension(
 )
 
 build.sub_commands = [("build_protos", None), *build.sub_commands]
-setup(cmdclass={"build_protos": BuildProtos}, ext_modules=[ATTENTION])
+setup(cmdclass={"build_protos": BuildProtos}, ext_modules=[KERNELS])

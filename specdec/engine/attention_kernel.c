@@ -133,16 +133,6 @@ int64_t specdec_lanes(void)
     return 4;
 }
 
-// Return whether this processor multiplies matrices of bfloat16 in tiles.
-int64_t specdec_has_tiles(void)
-{
-#ifdef HAS_VERSIONS
-    return __builtin_cpu_supports("amx-bf16") != 0;
-#else
-    return 0;
-#endif
-}
-
 // Attend for some rows. `room` has specdec_room bytes.
 void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room)
 {

@@ -6,7 +6,6 @@ in the batch changes. It is built when specdec is installed, where there is a C 
 """
 
 import ctypes
-import importlib.util
 import sys
 from array import array
 from bisect import bisect_left
@@ -20,11 +19,11 @@ import torch
 
 from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOptions, Segment
 from specdec.engine.contiguous import ContiguousPool, LayerPool
+from specdec.engine.native import has_tiles, kernels
 from specdec.engine.pool import LayerShape
 from specdec.engine.sdpa import Part, new_pool
 from specdec.types import MAX_DRAFT_TOKENS
 
-EXTENSION = "specdec.engine._attention"  # built by setup.py
 DTYPES = (torch.float32, torch.bfloat16)
 ROUND_TOKENS = MAX_DRAFT_TOKENS + 1  # of one sequence, at most; more are a prompt's
 # of one sequence, by the kernel's lanes: more go through torch's, where that is faster (docs/benchmarks.md)
@@ -50,43 +49,26 @@ class _Attention(ctypes.Structure):
 
 
 @cache
-def kernel() -> ctypes.CDLL | None:
-    """Return the compiled kernel, or None where specdec was installed without a C compiler."""
-    spec = importlib.util.find_spec(EXTENSION)
-    if spec is None or spec.origin is None:
-        return None
-    library, number = ctypes.CDLL(spec.origin), ctypes.c_int64
-    library.specdec_lanes.restype = library.specdec_room.restype = library.specdec_has_tiles.restype = number
-    library.specdec_attend.restype = library.specdec_store.restype = None
-    library.specdec_room.argtypes = [_POINTER]
-    library.specdec_attend.argtypes = [_POINTER, _POINTER, number, _POINTER]
-    library.specdec_store.argtypes = [_POINTER, _POINTER, number, _POINTER, number, number]
-    return library
-
-
-@cache
 def num_lanes() -> int:
     """Return how many floats the kernel's vectors have on this processor."""
-    library = kernel()
+    library = kernels()
     return int(library.specdec_lanes()) if library else 0
 
 
 def max_tokens(dtype: torch.dtype) -> int:
     """Return how many tokens of one sequence the kernel takes faster than torch's on this processor."""
-    library = kernel()
-    has_tiles = dtype == torch.bfloat16 and library is not None and bool(library.specdec_has_tiles())
     most = MAX_TOKENS[num_lanes()]
-    return min(most, ROUND_TOKENS) if has_tiles else most
+    return min(most, ROUND_TOKENS) if dtype == torch.bfloat16 and has_tiles() else most
 
 
 def has_kernel(options: PoolOptions) -> bool:
     """Return whether the kernel is there, and can attend to a pool like this."""
-    return _fits(options.device, options.dtype) and kernel() is not None
+    return _fits(options.device, options.dtype) and kernels() is not None
 
 
 def lacks_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the kernel could attend to a cache on this device and of this type, but is not there."""
-    return _fits(device, dtype) and kernel() is None
+    return _fits(device, dtype) and kernels() is None
 
 
 def _fits(device: torch.device, dtype: torch.dtype) -> bool:
@@ -123,7 +105,7 @@ class _Threads:
 
     def attend(self, attention: _Attention, rows: "_Rows") -> None:
         """Attend for all rows."""
-        library = kernel()
+        library = kernels()
         assert library is not None, "checked by has_kernel"
         address = ctypes.addressof(attention)
         num_bytes = library.specdec_room(address)
@@ -215,7 +197,7 @@ class _CompiledPlan:
 
     def _store(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Copy the new tokens' keys or values to their slots."""
-        tokens, library = _with_whole_tokens(tokens, slots.dtype), kernel()
+        tokens, library = _with_whole_tokens(tokens, slots.dtype), kernels()
         assert library is not None, "checked by has_kernel"
         stride, num_bytes = tokens.stride(0) * tokens.itemsize, slots.stride(0) * slots.itemsize
         places = self._slots.buffer_info()[0]

@@ -4,13 +4,16 @@
 costs more than the product itself. A weight that was packed once is ready to be multiplied.
 
 A packed product is close to the plain one, not equal: kernels differ in the order of their sums, and which kernel runs
-depends on the processor. A worker agrees with itself: the same weights and shapes give the same bits. Whether a product
-is a packed one depends on type and shape alone, never on a measurement.
+depends on the processor. A worker agrees with itself: the same weights and shapes give the same bits. Which product it
+is depends on type, shape, processor and number of threads alone, never on a measurement.
 """
 
 import torch
 from torch import nn
 
+from specdec.engine.native import has_pairs, kernels
+
+CHANNELS = 32  # that lie together in a paired weight
 # Against plain float32, one thread, 135M Llama. EPYC (Zen 5): whole forwards 1.65 times as fast with 1 row and
 # 2.65 with 3, the plain product at its slowest. Xeon with AVX-512: products 0.9 of the speed with 1 to 3 rows, 1.35 to
 # 1.55 times as fast with 4 to 9, no gain below half a million weights.
@@ -19,7 +22,7 @@ TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # of the product's spr
 
 
 class PackedLinear(nn.Module):
-    """Computes what the `nn.Linear` it replaces computes, up to rounding, with its weight packed once."""
+    """Computes what the `nn.Linear` it replaces computes, up to rounding, with its weight packed once, by oneDNN."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -38,6 +41,48 @@ class PackedLinear(nn.Module):
         return product
 
 
+class PairedLinear(nn.Module):
+    """As `PackedLinear`, by our own kernel for bfloat16: one thread, an even number of inputs (`linear_kernel.c`).
+
+    Up to 14 rows take as long as one, which is as long as the weight takes to be read. A row's bits depend on it alone.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        extra = -self.out_features % CHANNELS
+        weight = nn.functional.pad(linear.weight.detach(), (0, 0, 0, extra))
+        # [blocks of channels, pairs of inputs, channels, 2]
+        self._paired = weight.view(-1, CHANNELS, self.in_features // 2, 2).transpose(1, 2).contiguous()
+        self._bias = None if self.bias is None else nn.functional.pad(self.bias.detach().float(), (0, extra))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight as it was before packing, [out_features, in_features]; computed at each reading."""
+        return self._paired.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows @ weight.T + bias: bfloat16 [..., in_features] -> [..., out_features]."""
+        library = kernels()
+        assert library is not None, "checked by has_pairs"
+        rows = rows.contiguous()
+        output = rows.new_empty(*rows.shape[:-1], self.out_features)
+        library.specdec_multiply(
+            rows.data_ptr(),
+            self._paired.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            output.data_ptr(),
+            rows.numel() // self.in_features,
+            self.in_features,
+            self.out_features,
+        )
+        return output
+
+
+Packed = PackedLinear | PairedLinear
+
+
 def pack_linears(model: nn.Module) -> int:
     """Replace every `nn.Linear` that `try_prepack` packs; return how many."""
     num_packed = 0
@@ -50,7 +95,7 @@ def pack_linears(model: nn.Module) -> int:
     return num_packed
 
 
-def try_prepack(module: nn.Module) -> PackedLinear | None:
+def try_prepack(module: nn.Module) -> Packed | None:
     """Return the module with its weight packed, or None where that is not faster or not supported.
 
     Not supported: other modules, other types, GPUs, a torch without oneDNN, a processor without the instructions, or
@@ -59,11 +104,17 @@ def try_prepack(module: nn.Module) -> PackedLinear | None:
     if type(module) is not nn.Linear or not _gains(module.weight):
         return None
     try:
-        packed = PackedLinear(module)
+        packed = PairedLinear(module) if _takes_pairs(module) else PackedLinear(module)
         is_close = all(_is_close(module, packed, num_rows) for num_rows in (1, 5))
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
     return packed if is_close else None
+
+
+def _takes_pairs(linear: nn.Linear) -> bool:
+    """Whether our own kernel serves the layer: it runs on one thread, where oneDNN runs on as many as torch has."""
+    is_even = linear.in_features % 2 == 0
+    return linear.weight.dtype == torch.bfloat16 and is_even and torch.get_num_threads() == 1 and has_pairs()
 
 
 def _gains(weight: torch.Tensor) -> bool:
@@ -74,7 +125,7 @@ def _gains(weight: torch.Tensor) -> bool:
 
 
 @torch.no_grad()
-def _is_close(linear: nn.Linear, packed: PackedLinear, num_rows: int) -> bool:
+def _is_close(linear: nn.Linear, packed: Packed, num_rows: int) -> bool:
     generator = torch.Generator().manual_seed(num_rows)
     rows = torch.randn(1, num_rows, linear.in_features, generator=generator).to(linear.weight.dtype)
     plain = linear(rows).float()

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from specdec.engine.decoder import Decoder
 from specdec.engine.errors import ModelRefused
 from specdec.engine.integer import PlainProduct, digits_of, integer_product, joined
-from specdec.engine.linear import PackedLinear
+from specdec.engine.linear import Packed
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def try_quantize(module: nn.Module, quantization: Quantization) -> Int8Linear | 
 
     In int4, None also for another shape, and where this processor's kernel does not give the rounded weights' product.
     """
-    if not isinstance(module, nn.Linear | PackedLinear | Conv1D):
+    if not isinstance(module, nn.Linear | Packed | Conv1D):
         return None
     weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
     if weight.device.type != "cpu":

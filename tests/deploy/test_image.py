@@ -125,7 +125,7 @@ def test_every_image_can_be_built(built: DryBuild) -> None:
 
 def test_generated_files_stay_out_of_the_build(built: DryBuild) -> None:
     assert not built.is_sent(REPOSITORY / "specdec/v1/types_pb2.py")
-    assert not built.is_sent(REPOSITORY / "specdec/engine/_attention.cpython-312-x86_64-linux-gnu.so")
+    assert not built.is_sent(REPOSITORY / "specdec/engine/_kernels.cpython-312-x86_64-linux-gnu.so")
     assert not built.is_sent(REPOSITORY / "specdec/__pycache__/x.pyc")
     assert not built.is_sent(REPOSITORY / ".git/config")
     assert built.is_sent(REPOSITORY / "coordinator/__main__.py")
@@ -157,9 +157,9 @@ def test_an_empty_torch_index_means_pips_default(index: str, tmp_path: Path) -> 
         ("--constraint /constraints.txt --no-deps", "--no-deps", "worker-packages: pip install"),
         ("--no-build-isolation --check", "--check", "wheel: pip wheel fetches what is not pinned"),
         ("COPY deploy/requirements/build.txt", "COPY deploy/requirements/models.txt", "wheel: mypy-protobuf is not"),
-        (" gcc libc6-dev", " libc6-dev", "the wheel has no specdec/engine/_attention*.so"),
-        (" gcc libc6-dev", " gcc", "the wheel has no specdec/engine/_attention*.so"),
-        ("COPY specdec ./specdec", "COPY specdec/*.py ./specdec/", "the wheel has no specdec/engine/_attention*.so"),
+        (" gcc libc6-dev", " libc6-dev", "the wheel has no specdec/engine/_kernels*.so"),
+        (" gcc libc6-dev", " gcc", "the wheel has no specdec/engine/_kernels*.so"),
+        ("COPY specdec ./specdec", "COPY specdec/*.py ./specdec/", "the wheel has no specdec/engine/_kernels*.so"),
         ("RUN apt-get update && ", "RUN ", "E: Unable to locate package gcc"),
         ("--no-install-recommends", "", "wheel: apt-get install brings what is only recommended"),
         ("RUN useradd", "RUN apt-get update && useradd", "runtime: apt-get update: an image that runs needs no"),

@@ -1,8 +1,8 @@
-"""What tests of the compiled attention kernel need: specdec installed where there was a C compiler."""
+"""What tests of the compiled kernels need: specdec installed where there was a C compiler."""
 
 import pytest
 
-from specdec.engine import compiled
+from specdec.engine.native import kernels
 
 NO_KERNEL = "specdec was installed without a C compiler"
-needs_kernel = pytest.mark.skipif(compiled.kernel() is None, reason=NO_KERNEL)
+needs_kernel = pytest.mark.skipif(kernels() is None, reason=NO_KERNEL)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import torch
 from specdec.engine import compiled
 from specdec.engine.attention import AttentionOptions, PoolOptions, Segment
 from specdec.engine.compiled import CompiledBackend, RowwiseCompiledBackend
+from specdec.engine.native import kernels
 from specdec.engine.pool import LayerShape
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
@@ -49,7 +49,7 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(params=[4, 8, 16])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Let the kernel compute with vectors of so many floats."""
-    if compiled.kernel() is None:
+    if kernels() is None:
         pytest.skip(NO_KERNEL)
     if request.param > compiled.num_lanes():
         pytest.skip(f"this processor's vectors have {compiled.num_lanes()} floats")
@@ -167,8 +167,7 @@ def test_the_kernel_takes_rounds_whole_and_prompts_where_it_is_the_faster_one(
     dtype: torch.dtype, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for has_tiles in (False, True):
-        library = SimpleNamespace(specdec_has_tiles=lambda has_tiles=has_tiles: int(has_tiles))
-        monkeypatch.setattr(compiled, "kernel", lambda library=library: library)
+        monkeypatch.setattr(compiled, "has_tiles", lambda has_tiles=has_tiles: has_tiles)
         takes_prompts = lanes == 16 and not (has_tiles and dtype == torch.bfloat16)
         assert (compiled.max_tokens(dtype) > MAX_PROMPT) == takes_prompts
         assert lanes == 4 or compiled.max_tokens(dtype) >= 1 + MAX_DRAFT_TOKENS
@@ -254,7 +253,7 @@ def test_torchs_kernels_serve_where_ours_is_not(tmp_path: Path, monkeypatch: pyt
     folder = architectures.build("llama", tmp_path)
     assert isinstance(load(folder).backend, CompiledBackend)
     assert isinstance(load(folder, quantization="int8").backend, RowwiseCompiledBackend)
-    monkeypatch.setattr(compiled, "kernel", lambda: None)
+    monkeypatch.setattr(compiled, "kernels", lambda: None)
     assert isinstance(load(folder).backend, SdpaBackend)
     assert isinstance(load(folder, quantization="int8").backend, RowwiseSdpaBackend)
 
@@ -267,7 +266,7 @@ def test_missing_kernel_is_logged_once(
     folder = architectures.build("llama", tmp_path)
     load(folder, dtype=dtype)
     assert engine_records(caplog) == []
-    monkeypatch.setattr(compiled, "kernel", lambda: None)
+    monkeypatch.setattr(compiled, "kernels", lambda: None)
     load(folder, dtype=dtype)
     (record,) = engine_records(caplog)
     assert (record.levelno, record.getMessage()) == (logging.WARNING, "attention_kernel_missing")
@@ -279,7 +278,7 @@ def test_missing_kernel_is_logged_once(
 def test_kernel_is_missed_only_where_it_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert not compiled.lacks_kernel(cpu, torch.float32)
-    monkeypatch.setattr(compiled, "kernel", lambda: None)
+    monkeypatch.setattr(compiled, "kernels", lambda: None)
     assert compiled.lacks_kernel(cpu, torch.float32)
     assert not compiled.lacks_kernel(cpu, torch.float16)
     assert not compiled.lacks_kernel(torch.device("cuda"), torch.float32)

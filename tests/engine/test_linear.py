@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.engine.linear import MIN_FLOAT32_WEIGHTS, PackedLinear, pack_linears, try_prepack
+from specdec.engine import linear as layers
+from specdec.engine.linear import MIN_FLOAT32_WEIGHTS, PackedLinear, PairedLinear, pack_linears, try_prepack
+from specdec.engine.native import has_pairs
 
-SHAPES = {  # (in, out); one of each type has odd sizes
-    torch.bfloat16: [(48, 320), (384, 1024), (1024, 384), (129, 67)],
+SHAPES = {  # (in, out); some of each type have odd sizes
+    torch.bfloat16: [(48, 320), (384, 1024), (1024, 384), (129, 67), (130, 67)],
     torch.float32: [(384, 1536), (1536, 384), (731, 727)],
 }
 CASES = [(dtype, shape) for dtype, shapes in SHAPES.items() for shape in shapes]
@@ -43,7 +45,7 @@ def test_layers_are_packed_where_supported(dtype: torch.dtype, shape: tuple[int,
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 33, 300])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 9, 14, 15, 33, 300])
 @pytest.mark.parametrize(("dtype", "shape"), CASES)
 def test_products_are_close(dtype: torch.dtype, shape: tuple[int, int], num_rows: int, bias: bool) -> None:
     linear = make_linear(*shape, bias, dtype)
@@ -104,9 +106,9 @@ def test_wrong_products_are_not_used(dtype: torch.dtype, monkeypatch: pytest.Mon
         other = make_linear(linear.in_features, linear.out_features, dtype=dtype)
         other.weight = nn.Parameter(linear.weight.detach() * 1.1)
         init(self, other)
-        self._plain = None
 
     monkeypatch.setattr(PackedLinear, "__init__", wrong)
+    monkeypatch.setattr(layers, "has_pairs", lambda: False)
     assert try_prepack(make_linear(512, 1024, dtype=dtype)) is None
 
 
@@ -116,4 +118,56 @@ def test_unsupported_types_stay_unchanged(dtype: torch.dtype, monkeypatch: pytes
         raise RuntimeError("the platform does not support it")
 
     monkeypatch.setattr(PackedLinear, "__init__", refuse)
+    monkeypatch.setattr(PairedLinear, "__init__", refuse)
     assert try_prepack(make_linear(512, 1024, dtype=dtype)) is None
+
+
+@pytest.fixture
+def paired() -> PairedLinear:
+    """A layer with a bias that our own kernel computes, of sizes that fill no vector."""
+    if not has_pairs():
+        pytest.skip("this processor has no instructions for pairs of bfloat16, or better ones, or there is no kernel")
+    served = try_prepack(make_linear(130, 67, bias=True))
+    assert isinstance(served, PairedLinear)
+    return served
+
+
+@pytest.mark.parametrize("num_rows", [2, 13, 14, 15, 29, 43, 100])
+def test_a_rows_bits_do_not_depend_on_others(paired: PairedLinear, num_rows: int) -> None:
+    rows = torch.randn(num_rows, 130).bfloat16()
+    together = paired(rows)
+    for index in range(num_rows):
+        assert torch.equal(paired(rows[index : index + 1])[0], together[index])
+
+
+def test_rows_may_lie_anywhere(paired: PairedLinear) -> None:
+    rows = torch.randn(130, 4).bfloat16()
+    assert torch.equal(paired(rows.T), paired(rows.T.contiguous()))
+    assert paired(rows[:, :0].T).shape == (0, 67)
+
+
+def test_nothing_is_written_past_the_output(paired: PairedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = torch.full((3 * 67 + 64,), 7.0).bfloat16()
+    rows = torch.randn(3, 130).bfloat16()
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: room[: 3 * 67].view(3, 67))
+    assert paired(rows).data_ptr() == room.data_ptr()
+    assert (room[3 * 67 :] == 7).all()
+
+
+def test_wrong_products_of_pairs_are_not_used(paired: PairedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PairedLinear, "forward", lambda self, rows: rows[..., :1] + torch.zeros(67).bfloat16())
+    assert try_prepack(make_linear(130, 67)) is None
+
+
+def test_several_threads_are_onednns(paired: PairedLinear) -> None:
+    torch.set_num_threads(2)
+    assert isinstance(try_prepack(make_linear(130, 67)), PackedLinear)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_products_of_numbers_that_are_not_finite(paired: PairedLinear, bad: float) -> None:
+    rows = torch.randn(3, 130).bfloat16()
+    rows[1, 5] = bad
+    product = paired(rows)
+    assert not product[1].isfinite().any()
+    assert product[[0, 2]].isfinite().all()

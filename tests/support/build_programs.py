@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 COMPILER = ("gcc", "libc6-dev")
-KERNEL_SOURCES = ("attention_kernel.c", "attention_lanes.h")
+KERNEL_SOURCES = ("attention_kernel.c", "attention_lanes.h", "linear_kernel.c")
 
 
 def run(name: str, words: list[str], root: Path) -> None:
@@ -44,7 +44,7 @@ def _make_wheel(folder: Path, root: Path) -> None:
     with zipfile.ZipFile(folder / "specdec-0-cp312-cp312-linux_x86_64.whl", "w") as wheel:
         wheel.writestr("specdec/engine/compiled.py", "")
         if all(path.exists() for path in needed):
-            wheel.writestr("specdec/engine/_attention.cpython-312-x86_64-linux-gnu.so", "")
+            wheel.writestr("specdec/engine/_kernels.cpython-312-x86_64-linux-gnu.so", "")
 
 
 def _record(root: Path, package: str) -> Path:
