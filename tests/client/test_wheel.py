@@ -95,20 +95,20 @@ def test_wheel_has_the_command_and_the_licence(wheel: zipfile.ZipFile) -> None:
 
 
 @needs_kernel
-def test_wheel_has_the_compiled_kernel_alone(wheel: zipfile.ZipFile) -> None:
-    kernel = f"specdec/engine/_attention{sysconfig.get_config_var('EXT_SUFFIX')}"
+def test_wheel_has_the_compiled_kernels_alone(wheel: zipfile.ZipFile) -> None:
+    kernel = f"specdec/engine/_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
     assert kernel in wheel.namelist()
     assert not [name for name in wheel.namelist() if name.endswith((".c", ".h"))]
 
 
-def test_sdist_has_what_the_kernel_is_compiled_from(tmp_path: Path) -> None:
+def test_sdist_has_what_the_kernels_are_compiled_from(tmp_path: Path) -> None:
     folder = copy_sources(tmp_path)
     subprocess.run([sys.executable, "setup.py", "--quiet", "sdist"], check=True, cwd=folder)
     [path] = folder.glob("dist/*.tar.gz")
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "specdec/engine").glob("*.[ch]")}
-    assert len(sources) == 2
+    assert len(sources) == 3
     assert {*sources, "protos/specdec/v1/types.proto", "setup.py"} <= names
 
 
