@@ -79,6 +79,7 @@ class SessionStarts:
                 generation.sampling, model, self._max_draft_tokens if asked is None else asked
             )
             running.start(self._session_workers.open(opening, model, request.speculation), forced)
+            self._shown.take(session.session_id)  # from here on the generation knows what was shown
         return running
 
     async def _tailed(self, session: SessionRecord) -> TailedGeneration:
@@ -106,7 +107,6 @@ class SessionStarts:
             await not_lost(take_back(self._store, session_id, position))
             # others may have been shown more than this client
             session = await self._claimed_settled(session_id, position)
-        self._shown.take(session_id)
         return session
 
     async def _claimed_settled(self, session_id: str, position: Position) -> SessionRecord:

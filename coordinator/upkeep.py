@@ -78,9 +78,8 @@ class Upkeep:
         """Compare a session that was left with the store's. Raises UnavailableError."""
         length = len(shown.prompt) + len(shown.emitted)
         try:
-            await self._store.compare(shown.session_id, shown.epoch, length, shown.digest)
-        except SessionCancelled:
-            self._shown.take(shown.session_id)
+            with suppress(SessionCancelled):  # the store has all of it, and may go back later
+                await self._store.compare(shown.session_id, shown.epoch, length, shown.digest)
         except (FencedError, DataLossError):
             await heal(self._store, shown)
             if self._shown.get(shown.session_id) is shown:  # else it has been followed and left again meanwhile

@@ -150,6 +150,28 @@ async def test_session_that_was_left_is_brought_back(store: Store, is_empty: boo
     watching.cancel()
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_session_that_ended_and_was_read_again_is_brought_back(store: Store, is_cancelled: bool) -> None:
+    """It runs no more, so what was kept of it is all that its coordinator knows of it."""
+    owner = ToyCoordinator(store)
+    await owner.create(SESSION)
+    snapshot = await store.snapshot()
+    if is_cancelled:
+        owner.toys.before = Gate(8)
+        async with aclosing(owner.follow(SESSION, 0, b"")) as chunks:
+            shown, _ = await take_last(chunks, 8)
+        await store.cancel(SESSION)
+    else:
+        shown = await owner.tokens(SESSION)
+    assert await owner.tokens(SESSION) == shown
+    watching = asyncio.create_task(owner.watch(period_s=0.001))
+    await asyncio.sleep(0.05)  # it is compared, and nothing is missing
+    await store.go_back(snapshot)
+    while await store_tokens(store) != shown:  # noqa: ASYNC110  # a store sends no events
+        await asyncio.sleep(0.001)
+    watching.cancel()
+
+
 async def test_session_is_brought_back_before_it_goes_on_here(store: Store) -> None:
     owner = ToyCoordinator(store)
     shown = await went_back(store, owner)
