@@ -19,6 +19,7 @@ class Theme:
     series: tuple[str, ...]
 
 
+MEASURED_ON = {0: "2026-11-24", 1: "2026-11-23"}  # by temperature
 THEMES = {
     "light": Theme("#1f2328", "#59636e", "#d1d9e0", ("#0757ba", "#b35900", "#1a7f37", "#8250df", "#bf3989", "#59636e")),
     "dark": Theme("#f0f6fc", "#9198a1", "#3d444d", ("#58a6ff", "#f0883e", "#3fb950", "#bc8cff", "#f778ba", "#9198a1")),
@@ -46,9 +47,6 @@ def table(page: str, heading: str, after: str = "") -> list[list[str]]:
     assert match, f"no table below {heading!r}"
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in match[0].splitlines()]
     return [rows[0], *rows[2:]]
-
-
-MEASURED_ON = {0: "2026-11-24", 1: "2026-11-23"}  # by temperature
 
 
 def by_kind(page: str, temperature: int) -> Plot:

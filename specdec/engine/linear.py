@@ -63,9 +63,14 @@ class PairedLinear(nn.Module):
         return self._paired.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows @ weight.T + bias: bfloat16 [..., in_features] -> [..., out_features]."""
+        """Return rows @ weight.T + bias: bfloat16 [..., in_features] -> [..., out_features].
+
+        Raises ValueError for other rows, whose memory the kernel would misread.
+        """
         library = kernels()
         assert library is not None, "checked by has_pairs"
+        if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:
+            raise ValueError(f"rows of {rows.dtype} {list(rows.shape)} for {self.in_features} inputs of bfloat16")
         rows = rows.contiguous()
         output = rows.new_empty(*rows.shape[:-1], self.out_features)
         library.specdec_multiply(

@@ -8,7 +8,7 @@
 
 #define CHANNELS 32      // that go through the rows together, and lie together in the weight
 #define MAX_ROWS 14      // whose sums the registers hold
-#define FETCHED 8192     // bytes of the weight that are fetched ahead, of the 15 ns and more that memory takes
+#define FETCHED 8192     // bytes of the weight between what is multiplied and what is fetched
 
 #if defined(__x86_64__) && !defined(__clang__)
 #include <immintrin.h>

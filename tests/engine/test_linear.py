@@ -171,3 +171,9 @@ def test_products_of_numbers_that_are_not_finite(paired: PairedLinear, bad: floa
     product = paired(rows)
     assert not product[1].isfinite().any()
     assert product[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 130), torch.zeros(2, 128).bfloat16()], ids=["float32", "too short"])
+def test_rows_that_the_kernel_would_misread_are_refused(paired: PairedLinear, rows: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="for 130 inputs of bfloat16"):
+        paired(rows)
