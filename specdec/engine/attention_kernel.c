@@ -4,44 +4,12 @@
 // else is in the call: its bits depend on its text alone. Softmax is computed block by block (Milakov and Gimelshein
 // 2018, algorithm 3; Dao et al. 2022). All sums are float32.
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "kernels.h"
 
 #define BLOCK 64
 #define MAX_ROWS 33    // that go through a block of keys together: a round's
 #define LEAST -1e30f   // a score that weighs nothing
 #define VALUE_CHUNKS 2 // vectors of a value that are added up together
-#define ALWAYS_INLINE inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 16")
-#define LIST(...) __VA_ARGS__
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (INTS){__VA_ARGS__})
-#endif
-
-// One layer's attention; sizes and strides in numbers, not in bytes.
-typedef struct {
-    const void *query;     // [tokens, heads, key_size], tokens query_stride apart
-    const void *keys;      // [slots, kv_heads, key_size]
-    const void *values;    // [slots, kv_heads, value_size]
-    void *output;          // [tokens, heads, value_size]
-    const float *sinks;    // [heads], or NULL
-    const int64_t *slots;  // of the trees' paths
-    int64_t query_stride, num_heads, num_kv_heads, key_size, value_size;
-    int64_t window;        // a token sees so many positions, its own included; 0: all
-    float scaling, softcap;  // softcap 0: none
-    int64_t is_bf16;       // else float32
-    int64_t lanes;         // of a vector, one that specdec_lanes gives or fewer: 16, 8 or 4
-} Attention;
-
-// One new token, which sees positions 0 to end - 1 of its text. The first num_linear lie in a row from first_slot on, the
-// others in slots[path], slots[path + 1], ...
-typedef struct {
-    int64_t token, first_slot, num_linear, end, path;
-} Row;
 
 // One query head between two blocks: the largest score yet, and the weights relative to e^most, added up lane by lane.
 typedef struct {
@@ -92,9 +60,7 @@ static ALWAYS_INLINE void fetch(const Attention *all, int64_t slot, int64_t head
         __builtin_prefetch(value + byte);
 }
 
-#if defined(__x86_64__) && !defined(__clang__)
-#define HAS_VERSIONS
-#include <immintrin.h>
+#ifdef HAS_VERSIONS
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 #define LANES 16

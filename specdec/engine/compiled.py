@@ -11,7 +11,6 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -19,7 +18,7 @@ import torch
 
 from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOptions, Segment
 from specdec.engine.contiguous import ContiguousPool, LayerPool
-from specdec.engine.native import has_tiles, kernels
+from specdec.engine.native import has_tiles, kernels, num_lanes
 from specdec.engine.pool import LayerShape
 from specdec.engine.sdpa import Part, new_pool
 from specdec.types import MAX_DRAFT_TOKENS
@@ -27,7 +26,7 @@ from specdec.types import MAX_DRAFT_TOKENS
 DTYPES = (torch.float32, torch.bfloat16)
 ROUND_TOKENS = MAX_DRAFT_TOKENS + 1  # of one sequence, at most; more are a prompt's
 # of one sequence, by the kernel's lanes: more go through torch's, where that is faster (docs/benchmarks.md)
-MAX_TOKENS = {4: 8, 8: ROUND_TOKENS, 16: sys.maxsize}
+MAX_TOKENS = {4: 8, 8: sys.maxsize, 16: sys.maxsize}
 MIN_SHARED_NUMBERS = 2_000_000  # of keys and values that a forward reads; fewer are not worth a second thread
 ROW_NUMBERS = 5  # of the C struct `Row`: token, first_slot, num_linear, end, path
 
@@ -46,13 +45,6 @@ class _Attention(ctypes.Structure):
         ("is_bf16", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
     )
-
-
-@cache
-def num_lanes() -> int:
-    """Return how many floats the kernel's vectors have on this processor."""
-    library = kernels()
-    return int(library.specdec_lanes()) if library else 0
 
 
 def max_tokens(dtype: torch.dtype) -> int:
@@ -87,7 +79,7 @@ class CompiledBackend:
 
     def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
         """See `AttentionBackend`."""
-        return _CompiledPlan(segments, self.pool, self._threads, self._max_tokens)
+        return CompiledPlan(segments, self.pool, self._threads, self._max_tokens)
 
 
 class RowwiseCompiledBackend(CompiledBackend):
@@ -103,7 +95,7 @@ class _Threads:
         self._others = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attention")  # they start when needed
         self._rooms: list[torch.Tensor] = []
 
-    def attend(self, attention: _Attention, rows: "_Rows") -> None:
+    def attend(self, attention: _Attention, rows: "KernelRows") -> None:
         """Attend for all rows."""
         library = kernels()
         assert library is not None, "checked by has_kernel"
@@ -123,7 +115,7 @@ class _Threads:
             other.result()
 
 
-class _Rows:
+class KernelRows:
     """The new tokens that the kernel attends for."""
 
     def __init__(self) -> None:
@@ -165,21 +157,26 @@ class _Rows:
         return [(first, end - first) for first, end in pairwise([*bounds, count]) if end > first]
 
 
-class _CompiledPlan:
+class CompiledPlan:
     """The attention of one forward."""
 
     def __init__(self, segments: Sequence[Segment], pool: ContiguousPool, threads: _Threads, max_tokens: int) -> None:
         """A sequence with more than `max_tokens` new tokens goes through torch's kernel."""
-        self._layers, self._threads = iter(pool.layers), threads
-        self._rows, self._slots = _Rows(), array("q")
+        self.pool, self._layers, self._threads = pool, iter(pool.layers), threads
+        self.rows, self.slots = KernelRows(), array("q")
         self._prompts: list[tuple[slice, Part]] = []
         for segment in segments:
-            first_token, first_slot = len(self._slots), pool.first_slot(segment.key)
-            self._slots.extend(range(first_slot + segment.past, first_slot + segment.total))
+            first_token, first_slot = len(self.slots), pool.first_slot(segment.key)
+            self.slots.extend(range(first_slot + segment.past, first_slot + segment.total))
             if segment.num_tokens > max_tokens:
-                self._prompts.append((slice(first_token, len(self._slots)), Part(segment, first_slot)))
+                self._prompts.append((slice(first_token, len(self.slots)), Part(segment, first_slot)))
             else:
-                self._rows.add(segment, first_token, first_slot)
+                self.rows.add(segment, first_token, first_slot)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the kernel attends for all new tokens, on one thread."""
+        return not self._prompts and torch.get_num_threads() == 1
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -189,7 +186,7 @@ class _CompiledPlan:
         self._store(layer.keys, key)
         self._store(layer.values, value)
         output = query.new_empty(*query.shape[:2], value.shape[2], dtype=layer.values.dtype)
-        if self._rows.numbers:
+        if self.rows.numbers:
             self._attend(query, layer, output, options)
         for tokens, part in self._prompts:
             output[tokens] = part.attend(layer, query[tokens], options)
@@ -200,8 +197,8 @@ class _CompiledPlan:
         tokens, library = _with_whole_tokens(tokens, slots.dtype), kernels()
         assert library is not None, "checked by has_kernel"
         stride, num_bytes = tokens.stride(0) * tokens.itemsize, slots.stride(0) * slots.itemsize
-        places = self._slots.buffer_info()[0]
-        library.specdec_store(slots.data_ptr(), tokens.data_ptr(), stride, places, len(self._slots), num_bytes)
+        places = self.slots.buffer_info()[0]
+        library.specdec_store(slots.data_ptr(), tokens.data_ptr(), stride, places, len(self.slots), num_bytes)
 
     def _attend(self, query: torch.Tensor, layer: LayerPool, output: torch.Tensor, options: AttentionOptions) -> None:
         query = _with_whole_tokens(query, layer.keys.dtype)
@@ -212,7 +209,7 @@ class _CompiledPlan:
             values=layer.values.data_ptr(),
             output=output.data_ptr(),
             sinks=None if sinks is None else sinks.data_ptr(),
-            slots=self._rows.paths.buffer_info()[0],
+            slots=self.rows.paths.buffer_info()[0],
             query_stride=query.stride(0),
             num_heads=query.shape[1],
             num_kv_heads=layer.keys.shape[1],
@@ -224,7 +221,7 @@ class _CompiledPlan:
             is_bf16=layer.keys.dtype == torch.bfloat16,
             lanes=num_lanes(),
         )
-        self._threads.attend(attention, self._rows)
+        self._threads.attend(attention, self.rows)
 
 
 def _with_whole_tokens(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

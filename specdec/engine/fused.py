@@ -1,4 +1,4 @@
-"""Fused forward for Llama-family models: the same sums as transformers' forward in a third of the calls.
+"""Fused forward for Llama-family models: the same sums as transformers' forward in a third of the calls, or in one.
 
 A decoding forward reads each weight once for a handful of rows; the rest of its cost is the number of calls. So the
 projections that read the same input are one product, the norm is one kernel, and nothing is wrapped. Every load
@@ -14,6 +14,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from specdec.engine.attention import AttentionOptions, current_attention
+from specdec.engine.compiled import CompiledPlan
+from specdec.engine.compiled_layers import LayerParts, ModelParts, NormParts, compiled_layers
 from specdec.engine.decoder import DecoderOutput, Indices, PackedRow, ReplaceLinear, on_device
 from specdec.engine.linear import pack_linears, try_prepack
 
@@ -45,12 +47,23 @@ class FusedDecoder:
         self._norm = _Norm(base.norm)
         pack_linears(model)
         self._head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._compiled = compiled_layers(self._parts())
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether forwards on one thread are one call of our kernels: a token's bits depend on its own text alone."""
+        return self._compiled is not None
+
+    def _parts(self) -> ModelParts:
+        layers = [layer.parts() for layer in self._layers]
+        return ModelParts(self._embeddings.weight, layers, self._norm.parts(), self._head)
 
     def replace_linears(self, replace: ReplaceLinear) -> None:
         """See `Decoder`."""
         for layer in self._layers:
             layer.replace_linears(replace)
         self._head = replace(self._head)
+        self._compiled = compiled_layers(self._parts())
 
     def cover(self, num_positions: int) -> None:
         """See `Decoder`."""
@@ -58,6 +71,9 @@ class FusedDecoder:
 
     def __call__(self, row: PackedRow) -> DecoderOutput:
         """See `Decoder`."""
+        plan = current_attention()
+        if self._compiled is not None and isinstance(plan, CompiledPlan) and plan.is_whole:
+            return self._compiled(row, self._angles.up_to(row.positions), plan)
         hidden, states = self._run_layers(row)
         if len(row.logit_rows) < len(row.tokens):
             hidden = hidden.index_select(0, self._indices(row.logit_rows))
@@ -108,6 +124,24 @@ class _Layer:
         self._to_heads, self._from_heads = replace(self._to_heads), replace(self._from_heads)
         self._to_mlp, self._from_mlp = replace(self._to_mlp), replace(self._from_mlp)
 
+    def parts(self) -> LayerParts:
+        """Return what the layer is made of."""
+        return LayerParts(
+            to_heads=self._to_heads,
+            from_heads=self._from_heads,
+            to_mlp=self._to_mlp,
+            from_mlp=self._from_mlp,
+            attention_norm=self._attention_norm.parts(),
+            mlp_norm=self._mlp_norm.parts(),
+            head_norm=self._head_norm.parts() if self._head_norm else None,
+            activation=type(self._activation).__name__,
+            num_heads=self._num_heads,
+            num_kv_heads=self._num_kv_heads,
+            head_size=self._head_size,
+            scaling=self._options.scaling,
+            window=self._options.window,
+        )
+
     def __call__(self, hidden: Rows, cos: torch.Tensor, sin: torch.Tensor) -> Rows:
         hidden = hidden + self._attend(self._attention_norm(hidden), cos, sin)
         gate, up = self._to_mlp(self._mlp_norm(hidden)).chunk(2, dim=-1)
@@ -153,9 +187,14 @@ class _Angles:
 
         Positions in a tensor must be covered.
         """
+        table = self.up_to(positions)
+        return table.index_select(0, on_device(positions, self._like.device)).unbind(1)
+
+    def up_to(self, positions: Indices) -> torch.Tensor:
+        """Return a table [positions, cosines and signed sines, 1, head_size]; positions in a tensor must be covered."""
         if isinstance(positions, list):
             self.cover(max(positions) + 1)
-        return self._table.index_select(0, on_device(positions, self._like.device)).unbind(1)
+        return self._table
 
     def cover(self, num_positions: int) -> None:
         """Compute the first positions, if they are not yet."""
@@ -185,6 +224,10 @@ class _Norm:
         self._twice = torch.cat([self._weight, self._weight])
         self._eps: float = norm.variance_epsilon
 
+    def parts(self) -> NormParts:
+        """Return weight [width] and epsilon."""
+        return NormParts(self._weight, self._eps)
+
     def __call__(self, rows: Rows) -> Rows:
         if rows.is_cuda:
             return functional.rms_norm(rows, self._weight.shape, self._weight, self._eps)
@@ -199,6 +242,10 @@ class _HeadNorm:
         query, key = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
         self._weight = torch.cat([query.expand(num_heads, -1), key.expand(num_kv_heads, -1)])  # [heads, size]
         self._eps: float = attention.q_norm.variance_epsilon
+
+    def parts(self) -> NormParts:
+        """Return weight [heads, size] and epsilon."""
+        return NormParts(self._weight, self._eps)
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(heads, heads.shape[-1:], None, self._eps) * self._weight

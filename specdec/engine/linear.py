@@ -8,12 +8,14 @@ depends on the processor. A worker agrees with itself: the same weights and shap
 is depends on type, shape, processor and number of threads alone, never on a measurement.
 """
 
+import ctypes
+
 import torch
 from torch import nn
 
-from specdec.engine.native import has_pairs, kernels
+from specdec.engine.native import Weight, has_pairs, kernels, num_lanes
 
-CHANNELS = 32  # that lie together in a paired weight
+MIN_FLOAT32_LANES = 8  # narrower vectors have no kernel of ours
 # Against plain float32, one thread, 135M Llama. EPYC (Zen 5): whole forwards 1.65 times as fast with 1 row and
 # 2.65 with 3, the plain product at its slowest. Xeon with AVX-512: products 0.9 of the speed with 1 to 3 rows, 1.35 to
 # 1.55 times as fast with 4 to 9, no gain below half a million weights.
@@ -41,51 +43,56 @@ class PackedLinear(nn.Module):
         return product
 
 
-class PairedLinear(nn.Module):
-    """As `PackedLinear`, by our own kernel for bfloat16: one thread, an even number of inputs (`linear_kernel.c`).
+class KernelLinear(nn.Module):
+    """As `PackedLinear`, by our own kernel, on one thread (`linear_kernel.c`): a row's bits depend on it alone.
 
-    Up to 14 rows take as long as one, which is as long as the weight takes to be read. A row's bits depend on it alone.
+    With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        extra = -self.out_features % CHANNELS
+        self.dtype = linear.weight.dtype
+        is_bf16 = self.dtype == torch.bfloat16
+        self._step = 2 if is_bf16 else 1  # inputs that are multiplied at once
+        self._channels = 2 * num_lanes()  # that lie together
+        extra = -self.out_features % self._channels
         weight = nn.functional.pad(linear.weight.detach(), (0, 0, 0, extra))
-        # [blocks of channels, pairs of inputs, channels, 2]
-        self._paired = weight.view(-1, CHANNELS, self.in_features // 2, 2).transpose(1, 2).contiguous()
+        blocks = weight.view(-1, self._channels, self.in_features // self._step, self._step)
+        self._blocks = blocks.transpose(1, 2).contiguous()  # [blocks of channels, steps, channels, inputs of a step]
         self._bias = None if self.bias is None else nn.functional.pad(self.bias.detach().float(), (0, extra))
+        self.as_read = Weight(
+            numbers=self._blocks.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            num_in=self.in_features,
+            num_out=self.out_features,
+            is_bf16=is_bf16,
+            lanes=num_lanes(),
+        )
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight as it was before packing, [out_features, in_features]; computed at each reading."""
-        return self._paired.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        return self._blocks.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows @ weight.T + bias: bfloat16 [..., in_features] -> [..., out_features].
+        """Return rows @ weight.T + bias: [..., in_features] -> [..., out_features].
 
-        Raises ValueError for other rows, whose memory the kernel would misread.
+        Raises ValueError for rows of another type or size, whose memory the kernel would misread.
         """
         library = kernels()
-        assert library is not None, "checked by has_pairs"
-        if rows.dtype != torch.bfloat16 or rows.shape[-1] != self.in_features:
-            raise ValueError(f"rows of {rows.dtype} {list(rows.shape)} for {self.in_features} inputs of bfloat16")
+        assert library is not None, "checked by _takes_kernel"
+        if rows.dtype != self.dtype or rows.shape[-1] != self.in_features:
+            raise ValueError(f"rows of {rows.dtype} {list(rows.shape)} for {self.in_features} inputs of {self.dtype}")
         rows = rows.contiguous()
         output = rows.new_empty(*rows.shape[:-1], self.out_features)
-        library.specdec_multiply(
-            rows.data_ptr(),
-            self._paired.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            output.data_ptr(),
-            rows.numel() // self.in_features,
-            self.in_features,
-            self.out_features,
-        )
+        num_rows = rows.numel() // self.in_features
+        library.specdec_multiply(ctypes.addressof(self.as_read), rows.data_ptr(), output.data_ptr(), num_rows)
         return output
 
 
-Packed = PackedLinear | PairedLinear
+Packed = PackedLinear | KernelLinear
 
 
 def pack_linears(model: nn.Module) -> int:
@@ -106,27 +113,33 @@ def try_prepack(module: nn.Module) -> Packed | None:
     Not supported: other modules, other types, GPUs, a torch without oneDNN, a processor without the instructions, or
     a packed product that is not close to the plain one.
     """
-    if type(module) is not nn.Linear or not _gains(module.weight):
+    if type(module) is not nn.Linear or not _gains(module):
         return None
     try:
-        packed = PairedLinear(module) if _takes_pairs(module) else PackedLinear(module)
+        packed = KernelLinear(module) if _takes_kernel(module) else PackedLinear(module)
         is_close = all(_is_close(module, packed, num_rows) for num_rows in (1, 5))
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
     return packed if is_close else None
 
 
-def _takes_pairs(linear: nn.Linear) -> bool:
+def _takes_kernel(linear: nn.Linear) -> bool:
     """Whether our own kernel serves the layer: it runs on one thread, where oneDNN runs on as many as torch has."""
-    is_even = linear.in_features % 2 == 0
-    return linear.weight.dtype == torch.bfloat16 and is_even and torch.get_num_threads() == 1 and has_pairs()
+    if torch.get_num_threads() > 1:
+        return False
+    if linear.weight.dtype == torch.float32:
+        return num_lanes() >= MIN_FLOAT32_LANES
+    return linear.in_features % 2 == 0 and has_pairs()
 
 
-def _gains(weight: torch.Tensor) -> bool:
-    """Whether the packed product is the faster one."""
+def _gains(linear: nn.Linear) -> bool:
+    """Whether a packed product is faster than the plain one."""
+    weight = linear.weight
     if weight.device.type != "cpu":
         return False
-    return weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and weight.numel() >= MIN_FLOAT32_WEIGHTS)
+    if weight.dtype == torch.float32:
+        return _takes_kernel(linear) or weight.numel() >= MIN_FLOAT32_WEIGHTS
+    return weight.dtype == torch.bfloat16
 
 
 @torch.no_grad()

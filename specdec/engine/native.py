@@ -1,4 +1,4 @@
-"""The engine's C code: attention and products on CPUs.
+"""The engine's C code: attention, products and whole forwards on CPUs.
 
 It is built when specdec is installed, where there is a C compiler; everything it does, torch does too, more slowly.
 """
@@ -6,6 +6,7 @@ It is built when specdec is installed, where there is a C compiler; everything i
 import ctypes
 import importlib.util
 from functools import cache
+from typing import ClassVar
 
 import torch
 
@@ -21,13 +22,36 @@ def kernels() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     library, number = ctypes.CDLL(spec.origin), ctypes.c_int64
-    library.specdec_lanes.restype = library.specdec_room.restype = library.specdec_has_pairs.restype = number
-    library.specdec_attend.restype = library.specdec_store.restype = library.specdec_multiply.restype = None
-    library.specdec_room.argtypes = [_POINTER]
-    library.specdec_attend.argtypes = [_POINTER, _POINTER, number, _POINTER]
-    library.specdec_store.argtypes = [_POINTER, _POINTER, number, _POINTER, number, number]
-    library.specdec_multiply.argtypes = [*[_POINTER] * 4, *[number] * 3]
+    signatures: dict[str, tuple[type | None, list[type]]] = {
+        "lanes": (number, []),
+        "has_pairs": (number, []),
+        "room": (number, [_POINTER]),
+        "attend": (None, [_POINTER, _POINTER, number, _POINTER]),
+        "store": (None, [_POINTER, _POINTER, number, _POINTER, number, number]),
+        "multiply": (None, [_POINTER, _POINTER, _POINTER, number]),
+        "forward_room": (number, [_POINTER, number]),
+        "forward": (None, [_POINTER, _POINTER, _POINTER]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"specdec_{name}")
+        function.restype, function.argtypes = result, arguments
     return library
+
+
+@cache
+def num_lanes() -> int:
+    """Return how many floats the kernels' vectors have on this processor."""
+    library = kernels()
+    return int(library.specdec_lanes()) if library else 0
+
+
+class Weight(ctypes.Structure):
+    """The C struct `Weight`: what `specdec_multiply` reads."""
+
+    _fields_: ClassVar = (
+        *((name, _POINTER) for name in ("numbers", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_in", "num_out", "is_bf16", "lanes")),
+    )
 
 
 @cache

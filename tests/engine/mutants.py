@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from specdec.engine.attention import NewBackend, Segment
-from specdec.engine.compiled import ROW_NUMBERS, RowwiseCompiledBackend
+from specdec.engine.compiled import ROW_NUMBERS, CompiledBackend, RowwiseCompiledBackend
 from specdec.engine.contiguous import ContiguousPool
 from specdec.engine.decoder import PackedRow
 from specdec.engine.paged import PagedBackend
@@ -42,7 +42,7 @@ class Mutant:
     @property
     def is_of_kernel(self) -> bool:
         """Whether it changes what the compiled kernel gets."""
-        return self.target.startswith("specdec.engine.compiled.")
+        return self.target.startswith("specdec.engine.compiled")
 
 
 @cache
@@ -62,8 +62,10 @@ def trees_of(architecture: str, new_backend: NewBackend = SdpaBackend) -> Callab
     )
 
 
-def hidden_states_of(architecture: str) -> Callable[[], None]:
-    return lambda: check_hidden_states(load(folder(architecture), self_check=False), reference(architecture))
+def hidden_states_of(architecture: str, new_backend: NewBackend = SdpaBackend) -> Callable[[], None]:
+    return lambda: check_hidden_states(
+        load(folder(architecture), self_check=False, new_backend=new_backend), reference(architecture)
+    )
 
 
 def bits_in_batches() -> None:
@@ -117,6 +119,11 @@ def rows_with(change: Callable[[list[int]], list[int]]) -> Callable[[Original], 
         return add
 
     return replace
+
+
+def compiled_with(change: Callable[[PackedRow], PackedRow]) -> Callable[[Original], Any]:
+    """Return what lets a forward in one call run over another row."""
+    return lambda original: lambda self, row, angles, plan: original(self, change(row), angles, plan)
 
 
 def slots_in_window(self: Any, window: int, first: int, device: torch.device) -> torch.Tensor:
@@ -195,21 +202,45 @@ MUTANTS = [
     ),
     Mutant(
         "the kernel lets a node see the slots before its own",
-        "specdec.engine.compiled._Rows.add",
+        "specdec.engine.compiled.KernelRows.add",
         rows_with(lambda row: [*row[:2], row[3], row[3], 0]),
         trees_of("llama", RowwiseCompiledBackend),
     ),
     Mutant(
         "the kernel gives a token one key too few",
-        "specdec.engine.compiled._Rows.add",
+        "specdec.engine.compiled.KernelRows.add",
         rows_with(lambda row: [*row[:3], max(1, row[3] - 1), row[4]]),
         trees_of("gemma2", RowwiseCompiledBackend),
     ),
     Mutant(
         "all nodes take the path of the first",
-        "specdec.engine.compiled._Rows.add",
+        "specdec.engine.compiled.KernelRows.add",
         rows_with(lambda row: [*row[:4], 0]),
         trees_of("llama", RowwiseCompiledBackend),
+    ),
+    Mutant(
+        "the compiled forward forgets windows",
+        "specdec.engine.compiled_layers.CompiledLayers._layer",
+        lambda original: lambda self, parts: original(self, replace(parts, window=None)),
+        trees_of("mistral", CompiledBackend),
+    ),
+    Mutant(
+        "the compiled forward forgets the norms of heads",
+        "specdec.engine.compiled_layers.CompiledLayers._layer",
+        lambda original: lambda self, parts: original(self, replace(parts, head_norm=None)),
+        trees_of("qwen3", CompiledBackend),
+    ),
+    Mutant(
+        "the compiled forward gives logits of the rows before",
+        "specdec.engine.compiled_layers.CompiledLayers.__call__",
+        compiled_with(lambda row: replace(row, logit_rows=[max(0, at - 1) for at in row.logit_rows])),
+        trees_of("llama", CompiledBackend),
+    ),
+    Mutant(
+        "the compiled forward observes one layer late",
+        "specdec.engine.compiled_layers.CompiledLayers.__call__",
+        compiled_with(lambda row: replace(row, hidden_layers=tuple(layer + 1 for layer in row.hidden_layers))),
+        hidden_states_of("llama", CompiledBackend),
     ),
     Mutant(
         "positions count slots",

@@ -1,6 +1,10 @@
-"""In int8 a position's logits have the same bits in any batch: alone, in pieces, beside other sessions, in a tree."""
+"""A position's logits have the same bits in any batch: alone, in pieces, beside other sessions, in a tree.
+
+In int8 always; in float32 and bfloat16 where the forward is one call of our kernels.
+"""
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,7 +12,10 @@ import pytest
 import torch
 
 from specdec.engine import Feed, LanguageModel
+from specdec.engine.fused import FusedDecoder
 from specdec.engine.integer import OneDnnProduct
+from specdec.engine.linear import MIN_FLOAT32_LANES
+from specdec.engine.native import has_pairs, num_lanes
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from tests.engine.test_integer import absent
 from tests.engine.tiny_models import FUSED, load
@@ -26,13 +33,31 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=[*FUSED, "demo", "llama without our kernel", "mistral without our kernel"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(f"{name} in int8" for name in (*FUSED, "demo")),
+        *(f"{name} in int8 without our kernel" for name in ("llama", "mistral")),
+        *(f"{name} in {dtype}" for name in (*FUSED, "demo") for dtype in ("float32", "bfloat16")),
+    ],
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    """Return a small model in int8, with room for 40 sessions."""
-    name, _, without_kernel = request.param.partition(" without ")
+    """Return a small model, with room for 40 sessions."""
+    torch.set_num_threads(1)
+    name, kind, *without_kernel = re.split(" in | without ", request.param)
     folder = DEMO_TARGET if name == "demo" else architectures.build(name, tmp_path_factory.mktemp(name))
+    if kind != "int8":
+        return in_one_call(load(folder, dtype=kind, kv_cache_bytes=64 << 20))
     new_backend = RowwiseSdpaBackend if without_kernel else None
     return load(folder, quantization="int8", kv_cache_bytes=64 << 20, new_backend=new_backend)
+
+
+def in_one_call(model: LanguageModel) -> LanguageModel:
+    """Return the model; skip the test where no kernel computes a forward of its type in one call."""
+    if not (isinstance(model.decoder, FusedDecoder) and model.decoder.is_compiled):
+        assert num_lanes() < MIN_FLOAT32_LANES or (model.dtype == torch.bfloat16 and not has_pairs())
+        pytest.skip(f"this processor has no instructions for our kernel of {model.dtype}, or there is no kernel")
+    return model
 
 
 def text_of(model: LanguageModel, seed: int, length: int = LENGTH) -> list[int]:

@@ -8,12 +8,19 @@ import torch
 from torch import nn
 
 from specdec.engine import linear as layers
-from specdec.engine.linear import MIN_FLOAT32_WEIGHTS, PackedLinear, PairedLinear, pack_linears, try_prepack
-from specdec.engine.native import has_pairs
+from specdec.engine.linear import (
+    MIN_FLOAT32_LANES,
+    MIN_FLOAT32_WEIGHTS,
+    KernelLinear,
+    PackedLinear,
+    pack_linears,
+    try_prepack,
+)
+from specdec.engine.native import has_pairs, num_lanes
 
 SHAPES = {  # (in, out); some of each type have odd sizes
     torch.bfloat16: [(48, 320), (384, 1024), (1024, 384), (129, 67), (130, 67)],
-    torch.float32: [(384, 1536), (1536, 384), (731, 727)],
+    torch.float32: [(384, 1536), (1536, 384), (731, 727), (16, 24)],
 }
 CASES = [(dtype, shape) for dtype, shapes in SHAPES.items() for shape in shapes]
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # times the standard deviation of the outputs
@@ -41,7 +48,14 @@ def packs(dtype: torch.dtype) -> bool:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("dtype", "shape"), CASES)
 def test_layers_are_packed_where_supported(dtype: torch.dtype, shape: tuple[int, int], bias: bool) -> None:
-    assert (try_prepack(make_linear(*shape, bias, dtype)) is not None) == packs(dtype)
+    by_onednn = packs(dtype) and (dtype == torch.bfloat16 or shape[0] * shape[1] >= MIN_FLOAT32_WEIGHTS)
+    expected = by_onednn or (dtype == torch.float32 and takes_float32())
+    assert (try_prepack(make_linear(*shape, bias, dtype)) is not None) == expected
+
+
+def takes_float32() -> bool:
+    """Return whether our own kernel multiplies float32 here."""
+    return num_lanes() >= MIN_FLOAT32_LANES
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -85,12 +99,13 @@ def test_tied_embeddings_keep_their_weight() -> None:
     model.embedding = nn.Embedding(1024, 512)
     model.head = make_linear(512, 1024, dtype=torch.float32)
     model.head.weight = model.embedding.weight
-    assert pack_linears(model) == packs(torch.float32)
+    assert pack_linears(model) == (packs(torch.float32) or takes_float32())
     assert isinstance(model.embedding.weight, torch.Tensor)
     assert torch.equal(model.embedding.weight, served(model.head).weight)  # type: ignore[arg-type]
 
 
-def test_other_layers_stay_unchanged() -> None:
+def test_other_layers_stay_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "_takes_kernel", lambda linear: False)
     small = make_linear(16, MIN_FLOAT32_WEIGHTS // 16 - 1, dtype=torch.float32)
     model = nn.Sequential(small, nn.LayerNorm(16), nn.Linear(8, 8).to(torch.float16))
     before = list(model)
@@ -108,7 +123,7 @@ def test_wrong_products_are_not_used(dtype: torch.dtype, monkeypatch: pytest.Mon
         init(self, other)
 
     monkeypatch.setattr(PackedLinear, "__init__", wrong)
-    monkeypatch.setattr(layers, "has_pairs", lambda: False)
+    monkeypatch.setattr(layers, "_takes_kernel", lambda linear: False)
     assert try_prepack(make_linear(512, 1024, dtype=dtype)) is None
 
 
@@ -118,62 +133,90 @@ def test_unsupported_types_stay_unchanged(dtype: torch.dtype, monkeypatch: pytes
         raise RuntimeError("the platform does not support it")
 
     monkeypatch.setattr(PackedLinear, "__init__", refuse)
-    monkeypatch.setattr(PairedLinear, "__init__", refuse)
+    monkeypatch.setattr(KernelLinear, "__init__", refuse)
     assert try_prepack(make_linear(512, 1024, dtype=dtype)) is None
 
 
-@pytest.fixture
-def paired() -> PairedLinear:
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+def ours(request: pytest.FixtureRequest) -> KernelLinear:
     """A layer with a bias that our own kernel computes, of sizes that fill no vector."""
-    if not has_pairs():
-        pytest.skip("this processor has no instructions for pairs of bfloat16, or better ones, or there is no kernel")
-    served = try_prepack(make_linear(130, 67, bias=True))
-    assert isinstance(served, PairedLinear)
+    if not (has_pairs() if request.param == torch.bfloat16 else takes_float32()):
+        pytest.skip(f"this processor has no instructions for our kernel of {request.param}, or there is no kernel")
+    served = try_prepack(make_linear(1130, 67, bias=True, dtype=request.param))
+    assert isinstance(served, KernelLinear)
     return served
 
 
-@pytest.mark.parametrize("num_rows", [2, 13, 14, 15, 29, 43, 100])
-def test_a_rows_bits_do_not_depend_on_others(paired: PairedLinear, num_rows: int) -> None:
-    rows = torch.randn(num_rows, 130).bfloat16()
-    together = paired(rows)
+def random_rows(ours: KernelLinear, num_rows: int) -> torch.Tensor:
+    return torch.randn(num_rows, ours.in_features).to(ours.dtype)
+
+
+@pytest.mark.parametrize("num_rows", [2, 6, 7, 13, 14, 15, 29, 43, 100])
+def test_a_rows_bits_do_not_depend_on_others(ours: KernelLinear, num_rows: int) -> None:
+    rows = random_rows(ours, num_rows)
+    together = ours(rows)
     for index in range(num_rows):
-        assert torch.equal(paired(rows[index : index + 1])[0], together[index])
+        assert torch.equal(ours(rows[index : index + 1])[0], together[index])
 
 
-def test_rows_may_lie_anywhere(paired: PairedLinear) -> None:
-    rows = torch.randn(130, 4).bfloat16()
-    assert torch.equal(paired(rows.T), paired(rows.T.contiguous()))
-    assert paired(rows[:, :0].T).shape == (0, 67)
+@pytest.mark.parametrize("num_rows", [1, 5, 17])
+def test_narrower_vectors_give_close_products(num_rows: int) -> None:
+    """As on a processor without AVX-512."""
+    if num_lanes() <= MIN_FLOAT32_LANES:
+        pytest.skip("this processor's vectors are as narrow, or there is no kernel")
+    linear = make_linear(731, 727, bias=True, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "num_lanes", lambda: MIN_FLOAT32_LANES)
+        narrow = KernelLinear(linear)
+    rows = torch.randn(num_rows, 731)
+    assert torch.equal(narrow.weight, linear.weight)
+    assert (narrow(rows) - linear(rows)).abs().max() <= TOLERANCES[torch.float32] * linear(rows).std()
+    assert torch.equal(narrow(rows)[-1], narrow(rows[-1]))
 
 
-def test_nothing_is_written_past_the_output(paired: PairedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = torch.full((3 * 67 + 64,), 7.0).bfloat16()
-    rows = torch.randn(3, 130).bfloat16()
+def test_long_sums_keep_their_digits() -> None:
+    """Added up one by one, they would lose several times as much as torch's."""
+    if not takes_float32():
+        pytest.skip("this processor has no instructions for our kernel of float32, or there is no kernel")
+    linear, rows = make_linear(4096, 64, dtype=torch.float32), torch.rand(5, 4096)
+    exact = rows.double() @ linear.weight.double().T
+    error, plain = ((product - exact).abs().mean() for product in (KernelLinear(linear)(rows), linear(rows)))
+    assert error <= 1.5 * plain
+
+
+def test_rows_may_lie_anywhere(ours: KernelLinear) -> None:
+    rows = torch.randn(1130, 4).to(ours.dtype)
+    assert torch.equal(ours(rows.T), ours(rows.T.contiguous()))
+    assert ours(rows[:, :0].T).shape == (0, 67)
+
+
+def test_nothing_is_written_past_the_output(ours: KernelLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, rows = torch.full((3 * 67 + 64,), 7.0).to(ours.dtype), random_rows(ours, 3)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: room[: 3 * 67].view(3, 67))
-    assert paired(rows).data_ptr() == room.data_ptr()
+    assert ours(rows).data_ptr() == room.data_ptr()
     assert (room[3 * 67 :] == 7).all()
 
 
-def test_wrong_products_of_pairs_are_not_used(paired: PairedLinear, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PairedLinear, "forward", lambda self, rows: rows[..., :1] + torch.zeros(67).bfloat16())
-    assert try_prepack(make_linear(130, 67)) is None
+def test_wrong_products_of_ours_are_not_used(ours: KernelLinear, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelLinear, "forward", lambda self, rows: rows[..., :1] + torch.zeros(67).to(ours.dtype))
+    assert try_prepack(make_linear(1130, 67, dtype=ours.dtype)) is None
 
 
-def test_several_threads_are_onednns(paired: PairedLinear) -> None:
+def test_several_threads_are_onednns(ours: KernelLinear) -> None:
     torch.set_num_threads(2)
-    assert isinstance(try_prepack(make_linear(130, 67)), PackedLinear)
+    assert isinstance(try_prepack(make_linear(1130, 670, dtype=ours.dtype)), PackedLinear)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_products_of_numbers_that_are_not_finite(paired: PairedLinear, bad: float) -> None:
-    rows = torch.randn(3, 130).bfloat16()
+def test_products_of_numbers_that_are_not_finite(ours: KernelLinear, bad: float) -> None:
+    rows = random_rows(ours, 3)
     rows[1, 5] = bad
-    product = paired(rows)
+    product = ours(rows)
     assert not product[1].isfinite().any()
     assert product[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [torch.zeros(2, 130), torch.zeros(2, 128).bfloat16()], ids=["float32", "too short"])
-def test_rows_that_the_kernel_would_misread_are_refused(paired: PairedLinear, rows: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="for 130 inputs of bfloat16"):
-        paired(rows)
+def test_rows_that_the_kernel_would_misread_are_refused(ours: KernelLinear) -> None:
+    for rows in (torch.zeros(2, 1130).to(torch.float16), torch.zeros(2, 1128).to(ours.dtype)):
+        with pytest.raises(ValueError, match="for 1130 inputs of"):
+            ours(rows)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -10,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.engine import CacheFull, Feed, LanguageModel, ModelRefused, load_language_model
-from specdec.engine import fused as fused
 from specdec.engine import load as engine_load
 from specdec.engine.attention import AttentionOptions, PoolOptions
+from specdec.engine.decoder import DecoderOutput, PackedRow
 from specdec.engine.fused import FusedDecoder
 from specdec.engine.graphs import Repeater
 from specdec.engine.paged import PagedBackend
@@ -44,8 +45,13 @@ def test_wrong_fused_forward_is_not_used(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = architectures.build(name, tmp_path)
-    turn = fused._Angles.at
-    monkeypatch.setattr(fused._Angles, "at", lambda self, positions: turn(self, [at + (at > 9) for at in positions]))
+    run = FusedDecoder.__call__
+
+    def turned_too_far(self: FusedDecoder, row: PackedRow) -> DecoderOutput:
+        assert isinstance(row.positions, list)
+        return run(self, replace(row, positions=[at + (at > 9) for at in row.positions]))
+
+    monkeypatch.setattr(FusedDecoder, "__call__", turned_too_far)
     model = load(folder)
     assert not isinstance(model.decoder, FusedDecoder)
     check_tree_rounds(model, ReferenceModel(folder))

@@ -11,7 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 COMPILER = ("gcc", "libc6-dev")
-KERNEL_SOURCES = ("attention_kernel.c", "attention_lanes.h", "linear_kernel.c")
+KERNEL_SOURCES = (
+    *(f"{name}_kernel.c" for name in ("attention", "layers", "linear")),
+    *(f"{name}.h" for name in ("kernels", "lanes", "attention_lanes", "layers_lanes", "linear_lanes")),
+)
 
 
 def run(name: str, words: list[str], root: Path) -> None:

@@ -1,0 +1,55 @@
+// What the kernels share: compiler, shapes of their arguments, and what they call of one another.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16")
+#define LIST(...) __VA_ARGS__
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (INTS){__VA_ARGS__})
+#endif
+
+#if defined(__x86_64__) && !defined(__clang__)
+#define HAS_VERSIONS // for wider vectors than every processor has
+#include <immintrin.h>
+#endif
+
+// One layer's attention; sizes and strides in numbers, not in bytes.
+typedef struct {
+    const void *query;     // [tokens, heads, key_size], tokens query_stride apart
+    const void *keys;      // [slots, kv_heads, key_size]
+    const void *values;    // [slots, kv_heads, value_size]
+    void *output;          // [tokens, heads, value_size]
+    const float *sinks;    // [heads], or NULL
+    const int64_t *slots;  // of the trees' paths
+    int64_t query_stride, num_heads, num_kv_heads, key_size, value_size;
+    int64_t window;        // a token sees so many positions, its own included; 0: all
+    float scaling, softcap;  // softcap 0: none
+    int64_t is_bf16;       // else float32
+    int64_t lanes;         // of a vector, one that specdec_lanes gives or fewer: 16, 8 or 4
+} Attention;
+
+// One new token, which sees positions 0 to end - 1 of its text. The first num_linear lie in a row from first_slot on, the
+// others in slots[path], slots[path + 1], ...
+typedef struct {
+    int64_t token, first_slot, num_linear, end, path;
+} Row;
+
+// A linear layer's weight, in blocks of channels that go through the rows together.
+typedef struct {
+    const char *numbers;  // [blocks, steps, channels of a block, inputs of a step], zeros after the last channel
+    const float *bias;    // [num_out], rounded up to whole blocks, or NULL
+    int64_t num_in, num_out;
+    int64_t is_bf16;      // two inputs a step, else float32 and one
+    int64_t lanes;        // a block has twice as many channels
+} Weight;
+
+int64_t specdec_room(const Attention *all);
+void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room);
+void specdec_store(char *slots, const char *tokens, int64_t stride, const int64_t *places, int64_t count, int64_t num_bytes);
+void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows);

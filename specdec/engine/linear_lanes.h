@@ -1,0 +1,106 @@
+// Products for one width of vectors and one type of numbers: included by linear_kernel.c once for each, with LANES, IS_BF16,
+// MAX_ROWS and NAME(x) defined.
+
+#include "lanes.h"
+
+#define CHANNELS (2 * LANES)       // of a block
+#define LINES (CHANNELS * 4 / 64)  // that the processor reads for a step
+
+// Add the products of one step, whose inputs are the 4 bytes at `inputs`, to LANES channels' sums.
+static ALWAYS_INLINE FLOATS NAME(accumulate)(FLOATS sums, FLOATS numbers, const char *inputs)
+{
+#if IS_BF16
+    int32_t both;
+    memcpy(&both, inputs, sizeof both);
+    return (FLOATS)_mm512_dpbf16_ps((__m512)sums, (__m512bh)numbers, (__m512bh)_mm512_set1_epi32(both));
+#else
+    float input;
+    memcpy(&input, inputs, sizeof input);
+    return sums + numbers * input;
+#endif
+}
+
+// Write LANES sums of a row, of which `count` are wanted, from `first` on.
+static ALWAYS_INLINE void NAME(put)(void *output, int64_t first, FLOATS sums, int64_t count)
+{
+#if IS_BF16
+    const __mmask16 kept = count >= 16 ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
+    _mm256_mask_storeu_epi16((uint16_t *)output + first, kept, (__m256i)_mm512_cvtneps_pbh((__m512)sums));
+#else
+    if (count > 0)
+        memcpy((float *)output + first, &sums, sizeof(float) * (size_t)(count < LANES ? count : LANES));
+#endif
+}
+
+// Multiply `num_rows` rows, from `row` on, with a block of channels, from `channel` on. Of each step's lines of the weight,
+// those from `first_fetched` to `end_fetched` are fetched `ahead` bytes before they are wanted.
+static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, void *output, int64_t row, int64_t channel,
+                                         int64_t ahead, const int first_fetched, const int end_fetched, const int num_rows)
+{
+    const int64_t num_bytes = all->num_in * (IS_BF16 ? 2 : 4);  // of a row
+    const char *line = all->numbers + channel * num_bytes, *inputs = rows + row * num_bytes;
+    FLOATS totals[MAX_ROWS][2];
+    UNROLLED for (int index = 0; index < num_rows; index++)
+        UNROLLED for (int half = 0; half < 2; half++)
+            totals[index][half] = all->bias ? NAME(at)(all->bias + channel, half) : (FLOATS){0};
+    for (int64_t first = 0; first < num_bytes; first += SPAN_BYTES) {
+        const int64_t end = first + SPAN_BYTES < num_bytes ? first + SPAN_BYTES : num_bytes;
+        FLOATS sums[MAX_ROWS][2] = {0};
+        for (int64_t byte = first; byte < end; byte += 4, line += CHANNELS * 4) {
+            FLOATS numbers[2];
+            UNROLLED for (int half = 0; half < 2; half++)
+                numbers[half] = NAME(at)((const float *)line, half);
+            UNROLLED for (int fetched = first_fetched; fetched < end_fetched; fetched++)
+                __builtin_prefetch(line + ahead + 64 * fetched);
+            UNROLLED for (int index = 0; index < num_rows; index++)
+                UNROLLED for (int half = 0; half < 2; half++)
+                    sums[index][half] = NAME(accumulate)(sums[index][half], numbers[half], inputs + index * num_bytes + byte);
+        }
+        UNROLLED for (int index = 0; index < num_rows; index++)
+            UNROLLED for (int half = 0; half < 2; half++)
+                totals[index][half] += sums[index][half];
+    }
+    UNROLLED for (int index = 0; index < num_rows; index++)
+        UNROLLED for (int half = 0; half < 2; half++)
+            NAME(put)(output, (row + index) * all->num_out + channel + LANES * half, totals[index][half],
+                      all->num_out - channel - LANES * half);
+}
+
+static void NAME(multiply_all)(const Weight *all, const char *rows, void *output, int64_t num_rows)
+{
+    const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t tile = num_tiles ? (num_rows + num_tiles - 1) / num_tiles : 1;
+    const int64_t block = all->num_in * (IS_BF16 ? 2 : 4) * CHANNELS;
+    for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS)
+        for (int64_t row = 0; row < num_rows; row += tile) {
+            const int64_t count = num_rows - row < tile ? num_rows - row : tile;
+            // rows that go through a block alone fetch just ahead; others share the work of fetching the next block
+#define TILE(number)                                                                                                   \
+    case number:                                                                                                       \
+        if (num_tiles == 1)                                                                                            \
+            NAME(multiply)(all, rows, output, row, channel, FETCHED, 0, LINES, number);                                \
+        else if (row == 0)                                                                                             \
+            NAME(multiply)(all, rows, output, row, channel, block, 0, 1, number);                                      \
+        else if (row == tile)                                                                                          \
+            NAME(multiply)(all, rows, output, row, channel, block, 1, LINES, number);                                  \
+        else                                                                                                           \
+            NAME(multiply)(all, rows, output, row, channel, 0, 0, 0, number);                                          \
+        break;
+            switch (count) {
+                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#if MAX_ROWS > 6
+                TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12) TILE(13) TILE(14)
+#endif
+            }
+#undef TILE
+        }
+}
+
+#undef CHANNELS
+#undef LINES
+#undef FLOATS
+#undef INTS
+#undef LANES
+#undef IS_BF16
+#undef MAX_ROWS
+#undef NAME
