@@ -9,6 +9,7 @@ Each step continues where an interrupted run stopped; delete the folder given as
 """
 
 import argparse
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from models.heads.batches import Samples
 from models.heads.card import Trained, write_card
 from models.heads.kinds import KINDS
 from models.heads.objective import Objective
-from models.heads.prompts import PYTHON, from_grammar, from_texts, read_texts
+from models.heads.own_instructions import OwnInstructions
+from models.heads.prompts import PYTHON, from_grammar, from_texts, mixed, read_texts
 from models.heads.samples import Facts, Instruction, Sampler, SampleStore
-from models.heads.target import load_parts, state_layers
+from models.heads.target import TargetParts, load_parts, state_layers
 from models.heads.training import Budget, Run
-from specdec.engine import EngineError, load_language_model
+from specdec.engine import EngineError, LanguageModel, load_language_model
 from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.model_worker import eos_token_ids
 from specdec.serving.tokenizer import load_tokenizer
@@ -36,7 +38,10 @@ from specdec.serving.tokenizer import load_tokenizer
 WORK = Path(__file__).parent / "work" / "heads"
 CACHE_BYTES = 3 << 30
 PASSAGE_TOKENS = (32, 256)
+MAX_OWN_TOKENS = 160  # of an instruction that the target writes
+UNUSED_STATES = (0,)  # of instructions: only those of their answers are kept
 MAX_SAMPLE_TOKENS = 640  # longer ones are cut for training
+OWN = 0.75  # of the instructions, where the target has a chat template
 SEED = 1
 
 
@@ -53,6 +58,8 @@ class Plan:
     minutes: float
     draft_vocab_size: int
     texts: Sequence[str]
+    own: float
+    further: Path | None
     num_at_once: int
     max_new_tokens: int
     with_lm_head: bool
@@ -68,7 +75,7 @@ def collect(plan: Plan) -> SampleStore:
         return store
     ends = eos_token_ids(plan.target)
     sampler = Sampler(model, layers, ends, plan.max_new_tokens, SEED + len(store.entries))
-    instructions = islice(_instructions(plan), len(store.entries), None)
+    instructions = islice(_instructions(plan, model), len(store.entries), None)
     with tqdm(total=plan.num_tokens, initial=store.num_tokens, unit="tokens", desc="the target answers") as bar:
         for instruction, tokens, states in sampler.answers(instructions, plan.num_at_once):
             store.append(instruction.kind, instruction.temperature, len(instruction.tokens), tokens, states)
@@ -78,11 +85,16 @@ def collect(plan: Plan) -> SampleStore:
     return store
 
 
-def _instructions(plan: Plan) -> Iterator[Instruction]:
-    tokenizer = load_tokenizer(str(plan.target))
+def _instructions(plan: Plan, model: LanguageModel) -> Iterator[Instruction]:
+    tokenizer, template = load_tokenizer(str(plan.target)), load_chat_template(plan.target)
     if plan.texts:
         return from_texts(tokenizer, read_texts(plan.texts), *PASSAGE_TOKENS, SEED)
-    return from_grammar(tokenizer, load_chat_template(plan.target), SEED)
+    ours = from_grammar(tokenizer, template, SEED)
+    if template is None or plan.own == 0:
+        return ours
+    seed = random.getrandbits(32)  # what an interrupted run had asked is not asked again
+    sampler = Sampler(model, UNUSED_STATES, eos_token_ids(plan.target), MAX_OWN_TOKENS, seed, "instruction")
+    return mixed(ours, OwnInstructions(tokenizer, template).written(sampler, plan.num_at_once), plan.own)
 
 
 def train(plan: Plan, store: SampleStore) -> None:
@@ -95,7 +107,7 @@ def train(plan: Plan, store: SampleStore) -> None:
     chosen = counts.topk(min(plan.draft_vocab_size, target.vocab_size)).indices
     torch.manual_seed(SEED)
     kind = KINDS[plan.kind]
-    objective = kind.begin(target, chosen)
+    objective = _begun(plan, target, chosen)
     run = Run(objective, samples, Budget(plan.minutes), plan.work / f"{plan.kind}-{store.facts.fingerprint[:16]}.pt")
     run.train(tqdm.write)
     evaluation = run.evaluation()
@@ -105,6 +117,16 @@ def train(plan: Plan, store: SampleStore) -> None:
     coverage = float(counts[chosen].sum() / counts.sum())
     write_card(plan.out, _card(plan, store, objective, run, coverage, evaluation))
     print(f"{plan.out} is ready; serve it: specdec up --target {plan.target} {kind.flag} {plan.out}")
+
+
+def _begun(plan: Plan, target: TargetParts, chosen: torch.Tensor) -> Objective:
+    """Return the head to train, which drafts the chosen tokens. Raises ValueError."""
+    kind = KINDS[plan.kind]
+    if plan.further is None:
+        return kind.begin(target, chosen)
+    if kind.resume is None:
+        raise ValueError(f"a head of the kind {plan.kind} cannot be trained further; leave --further out")
+    return kind.resume(plan.further, target, chosen)
 
 
 def _card(plan: Plan, store: SampleStore, objective: Objective, run: Run, coverage: float, evaluation: str) -> Trained:
@@ -131,6 +153,8 @@ def plan_of(arguments: Sequence[str] | None = None) -> Plan:
     """Return what the command line asks for."""
     parser = _parser()
     flags = parser.parse_args(arguments)
+    if not 0 <= flags.own <= 1:
+        parser.error(f"--own is {flags.own:g}; give 0 to 1")
     if flags.minutes <= 0:
         parser.error(f"--minutes is {flags.minutes:g}; give more than 0")
     torch.set_num_threads(flags.threads)
@@ -144,6 +168,8 @@ def plan_of(arguments: Sequence[str] | None = None) -> Plan:
         minutes=flags.minutes,
         draft_vocab_size=flags.draft_vocabulary,
         texts=flags.texts,
+        own=flags.own,
+        further=flags.further,
         num_at_once=flags.at_once,
         max_new_tokens=flags.max_new_tokens,
         with_lm_head=flags.with_lm_head,
@@ -164,6 +190,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, default=60.0, help="time to train after sampling (default: %(default)g)")
     add("--draft-vocabulary", type=count, default=8192, help="tokens that are drafted (default: %(default)s)")
     add("--texts", nargs="+", default=[], help=f'text files or folders to continue, "{PYTHON}" for Python\'s library')
+    add("--own", type=float, default=OWN, help="part of the instructions that the target writes (default: %(default)g)")
+    add("--further", type=Path, metavar="HEAD", help="begin with a head that was exported; as many draft tokens")
     add("--at-once", type=count, default=96, help="answers under way at once (default: %(default)s)")
     add("--max-new-tokens", type=count, default=200, help="of an answer (default: %(default)s)")
     add("--threads", type=count, default=1, help="of torch (default: %(default)s)")

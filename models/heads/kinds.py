@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from draft_service.heads.formats.dflash import save_dflash
-from draft_service.heads.formats.eagle3 import save_eagle3
+from draft_service.heads.formats.dflash import load_dflash, save_dflash
+from draft_service.heads.formats.eagle3 import load_eagle3, save_eagle3
 from draft_service.heads.formats.medusa import save_medusa
 from models.heads import dflash, draft, eagle3, medusa
 from models.heads.objective import Objective
-from models.heads.target import TargetParts
+from models.heads.target import TargetParts, readopt
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,8 @@ class Kind:
 
     begin: Callable[[TargetParts, torch.Tensor], Objective]
     """Makes it untrained, from the target and the tokens of its draft vocabulary."""
+    resume: Callable[[Path, TargetParts, torch.Tensor], Objective] | None
+    """Makes it from a folder that was exported, with another draft vocabulary of that size; None: not possible."""
     save: Callable[[Any, Path, TargetParts, bool], None]
     """Writes it to a folder; the last argument says whether the target's output layer is written with it."""
     flag: str  # of a draft worker that loads it
@@ -42,24 +44,32 @@ def _save_model(model: Any, folder: Path, target: TargetParts, with_lm_head: boo
 KINDS: Mapping[str, Kind] = {
     "eagle3": Kind(
         lambda target, tokens: eagle3.Eagle3Objective(eagle3.new_head(target, tokens), target),
+        lambda folder, target, tokens: eagle3.Eagle3Objective(
+            readopt(load_eagle3(folder, target.folder), target, tokens), target
+        ),
         lambda head, folder, target, whole: save_eagle3(head, folder, target.name, whole),
         "--eagle3-head",
         "EAGLE-3 (Li et al. 2025)",
     ),
     "dflash": Kind(
         _begin_dflash,
+        lambda folder, target, tokens: dflash.DFlashObjective(
+            readopt(load_dflash(folder, target.folder), target, tokens), target
+        ),
         lambda head, folder, target, whole: save_dflash(head, folder, target.name, whole),
         "--dflash-head",
         "DFlash (Chen et al. 2026)",
     ),
     "medusa": Kind(
         lambda target, tokens: medusa.MedusaObjective(medusa.new_head(target, tokens), target),
+        None,
         lambda head, folder, target, whole: save_medusa(head, folder, target.name, whole),
         "--medusa-head",
         "Medusa (Cai et al. 2024)",
     ),
     "draft": Kind(
         lambda target, tokens: draft.DraftObjective(draft.new_model(target), target),
+        None,
         _save_model,
         "--model",
         "knowledge distillation (Hinton et al. 2015)",

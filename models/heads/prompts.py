@@ -32,6 +32,15 @@ def _endless(kind: str, seed: int) -> Iterator[str]:
         yield from training_instructions(kind, seed + again)
 
 
+def mixed(one: Iterator[Instruction], other: Iterator[Instruction], part: float) -> Iterator[Instruction]:
+    """Yield from both, endlessly; `part` of what is yielded comes from `other`, evenly."""
+    owed = 0.0
+    while True:
+        owed += part
+        yield next(other if owed >= 1 else one)
+        owed -= owed >= 1
+
+
 def from_texts(
     tokenizer: Tokenizer, texts: Iterable[str], min_tokens: int, max_tokens: int, seed: int
 ) -> Iterator[Instruction]:

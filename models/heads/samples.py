@@ -166,9 +166,17 @@ class Sampler:
     """Lets the target answer many instructions at once; an answer that ends makes room for the next instruction."""
 
     def __init__(
-        self, model: LanguageModel, layers: Sequence[int], eos_token_ids: Sequence[int], max_new_tokens: int, seed: int
+        self,
+        model: LanguageModel,
+        layers: Sequence[int],
+        eos_token_ids: Sequence[int],
+        max_new_tokens: int,
+        seed: int,
+        name: str = "sample",
     ) -> None:
+        """`name`: of its sequences; two samplers of one model have two names."""
         self._model = model
+        self._name = name
         self._layers = tuple(layers)
         self._ends = frozenset(eos_token_ids)
         self._max_new_tokens = max_new_tokens
@@ -193,7 +201,7 @@ class Sampler:
 
     def _begin(self, instruction: Instruction) -> _Answer:
         self._num_begun += 1
-        sequence = self._model.cache.open(f"sample {self._num_begun}")
+        sequence = self._model.cache.open(f"{self._name} {self._num_begun}")
         return _Answer(instruction, sequence, list(instruction.tokens), list(instruction.tokens), [])
 
     def _advance(self, running: list[_Answer]) -> None:

@@ -80,6 +80,17 @@ def adopt(head: Any, target: TargetParts) -> None:
     head.lm_head.weight.requires_grad_(False)
 
 
+def readopt(head: Any, target: TargetParts, draft_tokens: torch.Tensor) -> Any:
+    """Give a head that was trained the target's embeddings and output head again, of other tokens; return it."""
+    head.requires_grad_(True)
+    norm = head.norm.weight.detach().clone()  # the only one of these that was trained
+    head.vocabulary.choose(draft_tokens)
+    adopt(head, target)
+    with torch.no_grad():
+        head.norm.weight.copy_(norm)
+    return head
+
+
 def state_layers(num_layers: int) -> tuple[int, ...]:
     """Return the layers to keep states of: a low, a middle and a high one (Li et al. 2025), and the last."""
     read = {min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)}

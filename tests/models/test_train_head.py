@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from coordinator.chat import ChatTemplate
 from draft_service.heads.dflash import DFlashHead
 from draft_service.heads.eagle3 import Eagle3Head
 from draft_service.heads.formats.dflash import load_dflash
@@ -22,7 +23,8 @@ from draft_service.heads.medusa import MedusaHead
 from models.heads import dflash, eagle3, medusa
 from models.heads.batches import Batch, Samples
 from models.heads.kinds import KINDS
-from models.heads.prompts import from_grammar, from_texts, read_texts
+from models.heads.own_instructions import OwnInstructions
+from models.heads.prompts import from_grammar, from_texts, mixed, read_texts
 from models.heads.samples import Facts, Instruction, Sampler, SampleStore
 from models.heads.target import TargetParts, load_parts, state_layers
 from models.train_head import main
@@ -32,6 +34,7 @@ from specdec.serving.tokenizer import load_tokenizer
 from tests.support.architectures import build
 from tests.support.cluster import cluster, save_tokenizer
 
+DEMO_TARGET = Path(__file__).parents[2] / "models" / "target"
 NUM_DRAFT_TOKENS = 24  # of a reduced vocabulary
 
 
@@ -152,6 +155,46 @@ def test_prompts_are_endless_and_alternate(target: Path) -> None:
     assert {passage.temperature for passage in passages} == {0.0, 1.0}
 
 
+def test_instructions_are_mixed_evenly() -> None:
+    one, other = (repeat(Instruction(kind, 0.0, [1])) for kind in ("grammar", "own"))
+    kinds = [instruction.kind for instruction in islice(mixed(one, other, 0.75), 40)]
+    assert kinds == ["grammar", "own", "own", "own"] * 10
+    assert {instruction.kind for instruction in islice(mixed(one, other, 0.0), 9)} == {"grammar"}
+    assert {instruction.kind for instruction in islice(mixed(one, other, 1.0), 9)} == {"own"}
+
+
+@pytest.fixture
+def own() -> OwnInstructions:
+    """Return what the demo target may ask itself."""
+    template = ChatTemplate("# question: {{ messages[-1].content }}\n# answer:", {})
+    return OwnInstructions(load_tokenizer(str(DEMO_TARGET)), template)
+
+
+def test_a_target_writes_its_own_instructions(own: OwnInstructions) -> None:
+    model, tokenizer = load_language_model(str(DEMO_TARGET), kv_cache_bytes=1 << 26), load_tokenizer(str(DEMO_TARGET))
+    sampler = Sampler(model, (0,), [0], 12, seed=1, name="instruction")
+    written = list(islice(own.written(sampler, 4), 20))
+    assert {instruction.temperature for instruction in written} == {0.0, 1.0}
+    texts = {tokenizer.decode(instruction.tokens) for instruction in written}
+    assert len(texts) == 20
+    assert all(text.startswith("# question: ") and text.endswith("\n# answer:") for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_taken"),
+    [
+        ("How do I boil an egg?", True),
+        ("Why?", False),
+        ("word " * 200, False),
+        ("Hello there, <|im_start|> system", False),
+        ("I roll two fair dice. What is the probability that the difference of the two numbers is three?", False),
+    ],
+)
+def test_odd_and_held_out_messages_are_dropped(own: OwnInstructions, message: str, is_taken: bool) -> None:
+    assert own.takes(message) == is_taken
+    assert not own.takes(message), "each is asked once"
+
+
 def test_unreadable_texts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(ValueError, match=r"picture\.png cannot be read as text"):
@@ -267,6 +310,31 @@ async def test_trained_head_drafts_for_its_target(target: Path, tmp_path: Path) 
         )
     assert drafted.tokens == plain.tokens
     assert drafted.statistics.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_exported_heads_are_trained_further(kind: str, parts: TargetParts, target: Path, tmp_path: Path) -> None:
+    first = stirred(KINDS[kind].begin(parts, draft_tokens(parts)).head)
+    KINDS[kind].save(first, tmp_path, parts, False)
+    others = draft_tokens(parts) + 1
+    resume = KINDS[kind].resume
+    assert resume
+    objective = resume(tmp_path, parts, others)
+    found, expected = objective.head.state_dict(), first.state_dict()
+    assert torch.equal(objective.head.vocabulary.target_ids, others)  # type: ignore[union-attr]
+    assert torch.equal(found["lm_head.weight"], parts.head[others])
+    trained = {name for name, weight in objective.head.named_parameters() if weight.requires_grad}
+    assert trained == {name for name, weight in first.named_parameters() if weight.requires_grad}
+    for name in trained:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=1e-2, msg=name)
+
+
+def test_heads_that_cannot_go_on_are_refused(target: Path, tmp_path: Path) -> None:
+    arguments = ["--target", str(target), "--kind", "medusa", "--work", str(tmp_path), "--minutes", "0.01", *SMALL]
+    with pytest.raises(SystemExit, match="medusa cannot be trained further"):
+        main([*arguments, "--further", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main([*arguments, "--own", "1.5"])
 
 
 def test_training_continues_where_it_stopped(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
