@@ -17,6 +17,7 @@ from specdec.engine.compiled import CompiledPlan
 from specdec.engine.decoder import DecoderOutput, PackedRow
 from specdec.engine.linear import KernelLinear
 from specdec.engine.native import Weight, kernels, num_lanes
+from specdec.engine.quantized import KernelInt8Linear
 
 _POINTER = ctypes.c_void_p
 _NUMBER = ctypes.c_int64
@@ -117,12 +118,13 @@ class ModelParts:
             yield from layer.linears
 
 
+KERNEL_LAYERS = (KernelLinear, KernelInt8Linear)
 ACTIVATIONS = {"SiLUActivation", "SiLU"}
 
 
 def compiled_layers(parts: ModelParts) -> "CompiledLayers | None":
     """Return the forward of such a model in one call, or None where a part of it has no kernel of ours."""
-    if not all(isinstance(linear, KernelLinear) for linear in parts.linears):
+    if not all(isinstance(linear, KERNEL_LAYERS) for linear in parts.linears):
         return None
     has_one_shape = len({layer.shape for layer in parts.layers}) == 1
     has_kernels = all(layer.activation in ACTIVATIONS and layer.head_size % 2 == 0 for layer in parts.layers)
@@ -228,7 +230,7 @@ class CompiledLayers:
 
 
 def _weight(linear: nn.Module) -> Weight:
-    assert isinstance(linear, KernelLinear), "checked by compiled_layers"
+    assert isinstance(linear, KERNEL_LAYERS), "checked by compiled_layers"
     return linear.as_read
 
 

@@ -42,14 +42,17 @@ typedef struct {
 
 // A linear layer's weight, in blocks of channels that go through the rows together.
 typedef struct {
-    const char *numbers;  // [blocks, steps, channels of a block, inputs of a step], zeros after the last channel
-    const float *bias;    // [num_out], rounded up to whole blocks, or NULL
+    const char *numbers;   // [blocks, steps, channels of a block, inputs of a step], zeros after the last channel
+    const float *bias;     // [num_out], rounded up to whole blocks, as the next two; or NULL
+    const float *scales;   // of weights of 8 bits, four inputs a step; NULL: of the rows' type
+    const int32_t *zeros;  // what the sums over stored digits are too large by
     int64_t num_in, num_out;
-    int64_t is_bf16;      // two inputs a step, else float32 and one
-    int64_t lanes;        // a block has twice as many channels
+    int64_t is_bf16;       // the rows and what is computed, and two inputs a step; else float32, and one
+    int64_t lanes;         // a block has twice as many channels
 } Weight;
 
 int64_t specdec_room(const Attention *all);
 void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room);
 void specdec_store(char *slots, const char *tokens, int64_t stride, const int64_t *places, int64_t count, int64_t num_bytes);
-void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows);
+int64_t specdec_product_room(const Weight *weight, int64_t num_rows);
+void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows, char *room);

@@ -122,3 +122,11 @@ static ALWAYS_INLINE void NAME(write)(void *output, int64_t first, FLOATS number
         __builtin_convertvector(((is_nan & (words | 1u << 16)) | (~is_nan & rounded)) >> 16, NAME(halves));
     memcpy((uint16_t *)output + first, &halves, 2 * (size_t)count);
 }
+
+// Return up to LANES of an array's numbers as floats, and zeros.
+static ALWAYS_INLINE FLOATS NAME(load)(const void *numbers, int64_t first, int64_t count, const int is_bf16)
+{
+    float copied[LANES];
+    NAME(copy)(copied, numbers, first, (int)(count < LANES ? count : LANES), is_bf16);
+    return NAME(at)(copied, 0);
+}

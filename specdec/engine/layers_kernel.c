@@ -45,6 +45,7 @@ typedef struct {
 typedef struct {
     char *hidden, *rows;   // [num_tokens, width]
     char *wide, *narrow;   // to_heads' and to_mlp's outputs; from_heads' and from_mlp's inputs
+    char *products;        // specdec_multiply's
     float *attention;
 } Room;
 
@@ -73,18 +74,22 @@ static int64_t divide(const Model *model, int64_t num_tokens, char *memory, Room
 {
     const int64_t size = model->is_bf16 ? 2 : 4;
     const Attention attention = attention_of(model, model->layers);
-    int64_t wide = 0, narrow = 0;
+    int64_t wide = 0, narrow = 0, products = specdec_product_room(&model->head, num_tokens);
     for (int64_t number = 0; number < model->num_layers; number++) {
         const Layer *layer = model->layers + number;
         wide = larger_of(wide, larger_of(layer->to_heads.num_out, layer->to_mlp.num_out));
         narrow = larger_of(narrow, larger_of(layer->from_heads.num_in, layer->from_mlp.num_in));
+        const Weight *weights[4] = {&layer->to_heads, &layer->from_heads, &layer->to_mlp, &layer->from_mlp};
+        for (int index = 0; index < 4; index++)
+            products = larger_of(products, specdec_product_room(weights[index], num_tokens));
     }
-    const int64_t widths[4] = {model->width, model->width, wide, narrow};
-    char **parts[4] = {&room->hidden, &room->rows, &room->wide, &room->narrow};
+    const int64_t row = num_tokens * size;
+    const int64_t sizes[5] = {row * model->width, row * model->width, row * wide, row * narrow, products};
+    char **parts[5] = {&room->hidden, &room->rows, &room->wide, &room->narrow, &room->products};
     int64_t num_bytes = 0;
-    for (int part = 0; part < 4; part++) {
+    for (int part = 0; part < 5; part++) {
         *parts[part] = (char *)((uintptr_t)memory + (uintptr_t)num_bytes);
-        num_bytes += (num_tokens * widths[part] * size + 63) / 64 * 64;
+        num_bytes += (sizes[part] + 63) / 64 * 64;
     }
     room->attention = (float *)((uintptr_t)memory + (uintptr_t)num_bytes);
     return num_bytes + specdec_room(&attention);

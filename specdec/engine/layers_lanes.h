@@ -2,14 +2,6 @@
 
 #include "lanes.h"
 
-// Return up to LANES of an array's numbers as floats, and zeros.
-static ALWAYS_INLINE FLOATS NAME(load)(const void *numbers, int64_t first, int64_t count, const int is_bf16)
-{
-    float copied[LANES];
-    NAME(copy)(copied, numbers, first, (int)(count < LANES ? count : LANES), is_bf16);
-    return NAME(at)(copied, 0);
-}
-
 static ALWAYS_INLINE void NAME(save)(void *numbers, int64_t first, FLOATS floats, int64_t count, const int is_bf16)
 {
     if (count >= LANES)
@@ -109,15 +101,15 @@ static ALWAYS_INLINE void NAME(run_layer)(const Model *model, const Layer *layer
 {
     const int64_t count = forward->num_tokens, width = model->width;
     NAME(normalise_rows)(&layer->attention_norm, room->hidden, room->rows, count, width, is_bf16);
-    specdec_multiply(&layer->to_heads, room->rows, room->wide, count);
+    specdec_multiply(&layer->to_heads, room->rows, room->wide, count, room->products);
     NAME(turn_heads)(model, layer, forward, room->wide, is_bf16);
     attend(model, layer, forward, room);
-    specdec_multiply(&layer->from_heads, room->narrow, room->rows, count);
+    specdec_multiply(&layer->from_heads, room->narrow, room->rows, count, room->products);
     NAME(add)(room->hidden, room->rows, count * width, is_bf16);
     NAME(normalise_rows)(&layer->mlp_norm, room->hidden, room->rows, count, width, is_bf16);
-    specdec_multiply(&layer->to_mlp, room->rows, room->wide, count);
+    specdec_multiply(&layer->to_mlp, room->rows, room->wide, count, room->products);
     NAME(gate)(room->wide, room->narrow, count, layer->from_mlp.num_in, is_bf16);
-    specdec_multiply(&layer->from_mlp, room->narrow, room->rows, count);
+    specdec_multiply(&layer->from_mlp, room->narrow, room->rows, count, room->products);
     NAME(add)(room->hidden, room->rows, count * width, is_bf16);
 }
 
@@ -138,7 +130,7 @@ static ALWAYS_INLINE void NAME(run)(const Model *model, const Forward *forward, 
     for (int64_t index = 0; index < forward->num_logit_rows; index++)
         NAME(normalise)(&model->norm, model->norm.weight, room->hidden, forward->logit_rows[index] * width, room->rows,
                         index * width, width, is_bf16);
-    specdec_multiply(&model->head, room->rows, forward->logits, forward->num_logit_rows);
+    specdec_multiply(&model->head, room->rows, forward->logits, forward->num_logit_rows, room->products);
 }
 
 static void NAME(forward)(const Model *model, const Forward *forward, const Room *room)

@@ -8,12 +8,10 @@ depends on the processor. A worker agrees with itself: the same weights and shap
 is depends on type, shape, processor and number of threads alone, never on a measurement.
 """
 
-import ctypes
-
 import torch
 from torch import nn
 
-from specdec.engine.native import Weight, has_pairs, kernels, num_lanes
+from specdec.engine.native import Weight, has_pairs, multiply, num_lanes
 
 MIN_FLOAT32_LANES = 8  # narrower vectors have no kernel of ours
 # Against plain float32, one thread, 135M Llama. EPYC (Zen 5): whole forwards 1.65 times as fast with 1 row and
@@ -81,15 +79,9 @@ class KernelLinear(nn.Module):
 
         Raises ValueError for rows of another type or size, whose memory the kernel would misread.
         """
-        library = kernels()
-        assert library is not None, "checked by _takes_kernel"
         if rows.dtype != self.dtype or rows.shape[-1] != self.in_features:
             raise ValueError(f"rows of {rows.dtype} {list(rows.shape)} for {self.in_features} inputs of {self.dtype}")
-        rows = rows.contiguous()
-        output = rows.new_empty(*rows.shape[:-1], self.out_features)
-        num_rows = rows.numel() // self.in_features
-        library.specdec_multiply(ctypes.addressof(self.as_read), rows.data_ptr(), output.data_ptr(), num_rows)
-        return output
+        return multiply(self.as_read, rows)
 
 
 Packed = PackedLinear | KernelLinear

@@ -18,6 +18,12 @@
 #include "linear_lanes.h"
 #pragma GCC pop_options
 #pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512vnni,prefer-vector-width=512")
+#define LANES 16
+#define NAME(x) x##_int8
+#include "linear_int8.h"
+#pragma GCC pop_options
+#pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 #define LANES 16
 #define IS_BF16 0
@@ -35,23 +41,51 @@
 #pragma GCC pop_options
 #endif
 
+#ifdef HAS_VERSIONS
+static int has_wide_vectors(void)
+{
+    return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 // Return whether this processor multiplies pairs of bfloat16 in vectors of 512 bits.
 int64_t specdec_has_pairs(void)
 {
 #ifdef HAS_VERSIONS
-    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
-           && __builtin_cpu_supports("avx512dq");
+    return __builtin_cpu_supports("avx512bf16") && has_wide_vectors();
 #else
     return 0;
 #endif
 }
 
-// Compute rows @ weight.T + bias: of bfloat16 where specdec_has_pairs, of float32 where vectors have the weight's lanes, 8 or 16.
-// Rows of bfloat16 have an even number of inputs.
-void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows)
+// Return whether this processor multiplies bytes in vectors of 512 bits.
+int64_t specdec_has_bytes(void)
 {
 #ifdef HAS_VERSIONS
-    if (weight->is_bf16)
+    return __builtin_cpu_supports("avx512vnni") && has_wide_vectors();
+#else
+    return 0;
+#endif
+}
+
+// Return how many bytes of memory `multiply` needs for so many rows.
+int64_t specdec_product_room(const Weight *weight, int64_t num_rows)
+{
+#ifdef HAS_VERSIONS
+    return weight->scales ? num_rows * (2 * weight->num_in + (int64_t)sizeof(Tile_int8)) : 0;
+#else
+    return 0;
+#endif
+}
+
+// Compute rows @ weight.T + bias: with weights of 8 bits where specdec_has_bytes, of bfloat16 where specdec_has_pairs, of
+// float32 where vectors have the weight's lanes, 8 or 16. The number of inputs is one of whole steps.
+void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows, char *room)
+{
+#ifdef HAS_VERSIONS
+    if (weight->scales)
+        multiply_all_int8(weight, rows, output, num_rows, room);
+    else if (weight->is_bf16)
         multiply_all_bf16(weight, rows, output, num_rows);
     else if (weight->lanes == 16)
         multiply_all_16(weight, rows, output, num_rows);

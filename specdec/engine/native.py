@@ -28,7 +28,9 @@ def kernels() -> ctypes.CDLL | None:
         "room": (number, [_POINTER]),
         "attend": (None, [_POINTER, _POINTER, number, _POINTER]),
         "store": (None, [_POINTER, _POINTER, number, _POINTER, number, number]),
-        "multiply": (None, [_POINTER, _POINTER, _POINTER, number]),
+        "has_bytes": (number, []),
+        "multiply": (None, [_POINTER, _POINTER, _POINTER, number, _POINTER]),
+        "product_room": (number, [_POINTER, number]),
         "forward_room": (number, [_POINTER, number]),
         "forward": (None, [_POINTER, _POINTER, _POINTER]),
     }
@@ -49,9 +51,28 @@ class Weight(ctypes.Structure):
     """The C struct `Weight`: what `specdec_multiply` reads."""
 
     _fields_: ClassVar = (
-        *((name, _POINTER) for name in ("numbers", "bias")),
+        *((name, _POINTER) for name in ("numbers", "bias", "scales", "zeros")),
         *((name, ctypes.c_int64) for name in ("num_in", "num_out", "is_bf16", "lanes")),
     )
+
+
+def multiply(weight: Weight, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows @ weight.T + bias, for rows of the weight's type: [..., num_in] -> [..., num_out]."""
+    library, address = kernels(), ctypes.addressof(weight)
+    assert library is not None, "weights are packed where it is there"
+    rows = rows.contiguous()
+    num_rows = rows.numel() // weight.num_in
+    output = rows.new_empty(*rows.shape[:-1], weight.num_out)
+    room = torch.empty(library.specdec_product_room(address, num_rows), dtype=torch.uint8)
+    library.specdec_multiply(address, rows.data_ptr(), output.data_ptr(), num_rows, room.data_ptr())
+    return output
+
+
+@cache
+def has_bytes() -> bool:
+    """Return whether `specdec_multiply` takes weights of 8 bits on this processor."""
+    library = kernels()
+    return library is not None and bool(library.specdec_has_bytes())
 
 
 @cache

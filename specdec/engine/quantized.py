@@ -15,13 +15,25 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.errors import ModelRefused
-from specdec.engine.integer import PlainProduct, digits_of, integer_product, joined
+from specdec.engine.integer import (
+    CHECKED_CHANNELS,
+    CHECKED_ROWS,
+    ZERO,
+    PlainProduct,
+    digits_of,
+    integer_product,
+    joined,
+)
 from specdec.engine.linear import Packed
+from specdec.engine.native import Weight, has_bytes, multiply, num_lanes
 
 logger = logging.getLogger(__name__)
 
 Quantization = Literal["int8", "int4"]
 
+KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+INT8_STEP = 4  # inputs that our kernel multiplies at once
+MAX_INT8_INPUTS = 1 << 16  # so many products of 255 and 127 are less than 2 ** 31
 GROUP_SIZE = 32  # weights of a channel that share scale and zero point in int4
 SHAPE_MULTIPLES = (32, 16)  # of inputs and outputs in int4; torch's kernel reads past the end of other shapes
 SHRINKINGS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of a group's range; the one with the least squared error is taken
@@ -35,9 +47,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
-        scales = (weight.float().abs().amax(-1) / 127).clamp(min=1e-12)  # [out]
-        levels = (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8)
-        self._product = integer_product(levels, scales)
+        self._product = integer_product(*rounded_channels(weight))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -63,6 +73,50 @@ class Int8Linear(nn.Module):
     def _times(self, rows: torch.Tensor) -> torch.Tensor:
         digits, scales = digits_of(rows)
         return joined(self._product(digits), scales)
+
+
+class KernelInt8Linear(nn.Module):
+    """As `Int8Linear`, the same bits, by our own kernel for bytes on one thread (`linear_int8.h`)."""
+
+    is_fast = True
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias, self.dtype = bias, weight.dtype
+        levels, scales = rounded_channels(weight)
+        extra = -self.out_features % (2 * num_lanes())
+        levels = nn.functional.pad(levels, (0, 0, 0, extra))
+        blocks = levels.view(-1, 2 * num_lanes(), self.in_features // INT8_STEP, INT8_STEP)
+        self._blocks = blocks.transpose(1, 2).contiguous()  # [blocks of channels, steps, channels, inputs of a step]
+        self._scales = nn.functional.pad(scales, (0, extra))
+        self._zeros = ZERO * levels.sum(-1, dtype=torch.int32)
+        self._bias = None if bias is None else nn.functional.pad(bias.detach().float(), (0, extra))
+        self.as_read = Weight(
+            numbers=self._blocks.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            scales=self._scales.data_ptr(),
+            zeros=self._zeros.data_ptr(),
+            num_in=self.in_features,
+            num_out=self.out_features,
+            is_bf16=self.dtype == torch.bfloat16,
+            lanes=num_lanes(),
+        )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rounded weight, float32 [out, in]; computed at each reading."""
+        levels = self._blocks.transpose(1, 2).reshape(-1, self.in_features)
+        return (levels * self._scales[:, None])[: self.out_features]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and scales."""
+        return self._blocks.nbytes + self._scales.nbytes
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows @ weight.T + bias: [..., in] -> [..., out], in the type of the rows."""
+        return multiply(self.as_read, rows.to(self.dtype)).to(rows.dtype)
 
 
 class Int4Linear(nn.Module):
@@ -96,12 +150,15 @@ class Int4Linear(nn.Module):
         return torch._weight_int4pack_mm_for_cpu(rows, self._packed, GROUP_SIZE, self._scales_and_zeros)
 
 
+Quantized = Int8Linear | KernelInt8Linear | Int4Linear
+
+
 def quantize(decoder: Decoder, quantization: Quantization, name: str) -> None:
     """Replace the decoder's linear layers, in place, by ones with rounded weights.
 
     A layer that cannot be rounded stays as it is. Raises ModelRefused where that is each of them.
     """
-    rounded: list[Int8Linear | Int4Linear] = []
+    rounded: list[Quantized] = []
 
     def replaced(module: nn.Module) -> nn.Module:
         layer = try_quantize(module, quantization)
@@ -120,7 +177,7 @@ def quantize(decoder: Decoder, quantization: Quantization, name: str) -> None:
 
 
 @torch.no_grad()
-def try_quantize(module: nn.Module, quantization: Quantization) -> Int8Linear | Int4Linear | None:
+def try_quantize(module: nn.Module, quantization: Quantization) -> Quantized | None:
     """Return a linear layer with rounded weights, or None for another module, or device.
 
     In int4, None also for another shape, and where this processor's kernel does not give the rounded weights' product.
@@ -130,7 +187,40 @@ def try_quantize(module: nn.Module, quantization: Quantization) -> Int8Linear | 
     weight = module.weight.detach().T if isinstance(module, Conv1D) else module.weight.detach()
     if weight.device.type != "cpu":
         return None
-    return Int8Linear(weight, module.bias) if quantization == "int8" else _try_int4(weight, module.bias)
+    return _int8(weight, module.bias) if quantization == "int8" else _try_int4(weight, module.bias)
+
+
+def rounded_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight [out, in] rounded to int8, and the scales of its channels, float32 [out]."""
+    scales = (weight.float().abs().amax(-1) / 127).clamp(min=1e-12)
+    return (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear | KernelInt8Linear:
+    """Return the layer by our own kernel, where there is one that gives the bits of the other."""
+    num_in = weight.shape[1]
+    takes_kernel = num_in % INT8_STEP == 0 and num_in <= MAX_INT8_INPUTS and weight.dtype in KERNEL_DTYPES
+    if takes_kernel and has_bytes() and torch.get_num_threads() == 1:
+        ours = KernelInt8Linear(weight, bias)
+        if _has_bits_of_plain(ours, weight, bias):
+            return ours
+    return Int8Linear(weight, bias)
+
+
+def _has_bits_of_plain(ours: KernelInt8Linear, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Compare the first and the last channels with the plain product; the first row has the largest sums."""
+    generator = torch.Generator().manual_seed(0)
+    levels, channel_scales = rounded_channels(weight)
+    for ends in (slice(0, CHECKED_CHANNELS), slice(-CHECKED_CHANNELS, None)):
+        product, added = PlainProduct(levels[ends], channel_scales[ends]), None if bias is None else bias[ends]
+        for num_rows in CHECKED_ROWS:
+            rows = torch.randn(num_rows, ours.in_features, generator=generator).to(ours.dtype)
+            rows[0] = weight[ends][0].sign()
+            digits, scales = digits_of(rows.float())
+            plain = joined(product(digits), scales).to(ours.dtype)
+            if not torch.equal(ours(rows)[:, ends], plain if added is None else plain + added):
+                return False
+    return True
 
 
 def _try_int4(weight: torch.Tensor, bias: torch.Tensor | None) -> Int4Linear | None:

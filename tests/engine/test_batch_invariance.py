@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine import Feed, LanguageModel
+from specdec.engine import Feed, LanguageModel, quantized
 from specdec.engine.fused import FusedDecoder
 from specdec.engine.integer import OneDnnProduct
 from specdec.engine.linear import MIN_FLOAT32_LANES
-from specdec.engine.native import has_pairs, num_lanes
+from specdec.engine.native import has_bytes, has_pairs, num_lanes
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from tests.engine.test_integer import absent
 from tests.engine.tiny_models import FUSED, load
@@ -49,6 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if kind != "int8":
         return in_one_call(load(folder, dtype=kind, kv_cache_bytes=64 << 20))
     new_backend = RowwiseSdpaBackend if without_kernel else None
+    assert without_kernel or not has_bytes() or in_one_call(load(folder, quantization="int8", kv_cache_bytes=1 << 20))
     return load(folder, quantization="int8", kv_cache_bytes=64 << 20, new_backend=new_backend)
 
 
@@ -153,6 +154,7 @@ def in_trees(model: LanguageModel, text: Sequence[int]) -> torch.Tensor:
 
 
 def test_processors_without_the_kernel_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "has_bytes", lambda: False)
     model = load(DEMO_TARGET, quantization="int8", kv_cache_bytes=8 << 20)
     text = text_of(model, 7)
     logits = in_pieces(model, text, [1, 9])

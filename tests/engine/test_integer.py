@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.engine import quantized
 from specdec.engine.integer import (
     EXACT_INPUTS,
     MAX_LEVEL,
@@ -16,7 +17,8 @@ from specdec.engine.integer import (
     integer_product,
     joined,
 )
-from specdec.engine.quantized import Int8Linear
+from specdec.engine.native import has_bytes
+from specdec.engine.quantized import Int8Linear, KernelInt8Linear, try_quantize
 
 SHAPES = [
     (32, 16),
@@ -158,3 +160,60 @@ def test_both_products_give_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> N
         plain = Int8Linear(weight, None)
         assert not plain.is_fast
         assert torch.equal(plain(rows), fast)
+
+
+# ---- our own kernel
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """A type of rows, where our kernel for bytes runs."""
+    torch.set_num_threads(1)
+    if not has_bytes():
+        pytest.skip("this processor has no instructions for bytes in vectors of 512 bits, or there is no kernel")
+    return torch.float32 if request.param is torch.float32 else torch.bfloat16
+
+
+def ours_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> KernelInt8Linear:
+    linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None).to(weight.dtype)
+    linear.weight.data = weight
+    if bias is not None:
+        linear.bias.data = bias
+    layer = try_quantize(linear, "int8")
+    assert isinstance(layer, KernelInt8Linear)
+    return layer
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(67, 40), (576, 1536), (3, 4), (64, 1284)])
+def test_our_kernel_gives_the_bits_of_onednns(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if has_bias else None
+    ours, other = ours_of(weight, bias), Int8Linear(weight, bias)
+    torch.testing.assert_close(ours.weight, other.weight, rtol=1e-6, atol=1e-6)
+    for num_rows in (0, 1, 2, 5, 6, 7, 12, 13, 33):
+        rows = (torch.randn(num_rows, shape[1]) * torch.logspace(-3, 3, max(num_rows, 1))[:num_rows, None]).to(dtype)
+        assert torch.equal(ours(rows), other(rows))
+
+
+def test_our_kernel_takes_rows_of_zeros_and_what_is_not_finite(dtype: torch.dtype) -> None:
+    ours, rows = ours_of(torch.randn(40, 64).to(dtype)), torch.randn(4, 64).to(dtype)
+    rows[0] = 0
+    rows[1, 3] = float("nan")
+    rows[2, 3] = float("inf")
+    product = ours(rows)
+    assert not product[0].any()
+    assert not product[1:3].isfinite().any()
+    assert torch.equal(product[3], ours(rows[3]))
+
+
+def test_our_kernel_is_for_one_thread_and_whole_steps(dtype: torch.dtype) -> None:
+    assert isinstance(try_quantize(torch.nn.Linear(42, 8).to(dtype), "int8"), Int8Linear)
+    torch.set_num_threads(2)
+    assert isinstance(try_quantize(torch.nn.Linear(40, 8).to(dtype), "int8"), Int8Linear)
+    torch.set_num_threads(1)
+
+
+def test_a_wrong_kernel_of_ours_is_not_used(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "ZERO", 127)
+    assert isinstance(try_quantize(torch.nn.Linear(40, 8).to(dtype), "int8"), Int8Linear)

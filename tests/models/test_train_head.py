@@ -321,7 +321,7 @@ def test_exported_heads_are_trained_further(kind: str, parts: TargetParts, targe
     assert resume
     objective = resume(tmp_path, parts, others)
     found, expected = objective.head.state_dict(), first.state_dict()
-    assert torch.equal(objective.head.vocabulary.target_ids, others)  # type: ignore[union-attr]
+    assert torch.equal(objective.head.vocabulary.target_ids, others)  # type: ignore[union-attr, arg-type]
     assert torch.equal(found["lm_head.weight"], parts.head[others])
     trained = {name for name, weight in objective.head.named_parameters() if weight.requires_grad}
     assert trained == {name for name, weight in first.named_parameters() if weight.requires_grad}
