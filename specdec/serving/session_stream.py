@@ -283,61 +283,18 @@ async def _answered(
     rounds: SessionRounds, answer: Coroutine[Any, Any, Message], send: Callable[[Message], Awaitable[None]]
 ) -> Message:
     """Return the answer; until then tell the coordinator every few seconds that there will be one."""
-    async with _SignsOfLife(rounds, send):
-        return await answer
-
-
-class _SignsOfLife:
-    """Sends a message every few seconds while a round runs; if one cannot be sent, the round ends with that error.
-
-    Most rounds end before the first one, and cost a timer, no task.
-    """
-
-    def __init__(self, rounds: SessionRounds, send: Callable[[Message], Awaitable[None]]) -> None:
-        self._rounds, self._send = rounds, send
-        self._sending: asyncio.Task[None] | None = None
-        self._has_cancelled = False  # the round, as a message could not be sent
-
-    async def __aenter__(self) -> None:
-        """Wait for the first one to be due."""
-        task = asyncio.current_task()
-        assert task
-        self._task, self._loop = task, task.get_loop()
-        self._wait()
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Send no more; what is being sent is sent to its end, unless the round was cancelled."""
-        self._timer.cancel()
-        if self._sending is None:
-            return
-        self._sending.remove_done_callback(self._sent)
-        if kind is not None and issubclass(kind, asyncio.CancelledError):
-            self._sending.cancel()
-        (outcome,) = await asyncio.gather(self._sending, return_exceptions=True)
-        if self._has_cancelled:
-            self._task.uncancel()
-        if isinstance(outcome, BaseException) and (kind is None or self._has_cancelled):
-            raise outcome
-
-    def _wait(self) -> None:
-        self._timer = self._loop.call_later(IN_PROGRESS_S, self._give)
-
-    def _give(self) -> None:
-        if (message := self._rounds.in_progress()) is None:
-            self._wait()
-            return
-        self._sending = self._loop.create_task(self._write(message))
-        self._sending.add_done_callback(self._sent)
-
-    async def _write(self, message: Message) -> None:
-        await self._send(message)
-
-    def _sent(self, sending: "asyncio.Task[None]") -> None:
-        if sending.cancelled() or sending.exception():
-            self._has_cancelled = self._task.cancel()
-        else:
-            self._sending = None
-            self._wait()
+    answering = asyncio.ensure_future(answer)
+    try:
+        while not (await asyncio.wait([answering], timeout=IN_PROGRESS_S))[0]:
+            if (message := rounds.in_progress()) is not None:
+                await send(message)
+        return answering.result()
+    finally:
+        if not answering.done():
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+        elif not answering.cancelled():
+            answering.exception()  # looked at, so that nothing is logged where the stream ended in the same moment
 
 
 def _log_end(stream: SessionStream, rounds: SessionRounds) -> None:
