@@ -33,9 +33,14 @@ class Observing:
         return ObservationRequest() if message.without_observations else self.request
 
     def of_accepted(self, scores: Scores, given: ScoreRound, seed: int) -> Scores:
-        """Return scores with observations of the draft tokens that will be accepted, where that can be foreseen."""
+        """Return scores with observations of the draft tokens that will be accepted, where that can be foreseen.
+
+        Those without hidden states stay: they are small, and the forecast would delay the answer.
+        """
         observations = scores.observations
-        if self.rule is None or observations is None or not all(len(support) == 1 for support in given.supports):
+        if self.rule is None or observations is None or not observations.hidden_states:
+            return scores
+        if not all(len(support) == 1 for support in given.supports):
             return scores
         num_draft_tokens = len(given.draft_tokens)
         proposal = Proposal(tuple(given.draft_tokens), tuple(map(one_hot, given.draft_tokens)), given.parents)

@@ -4,6 +4,7 @@ At each position the target's distribution is read on the union of the supports 
 token is drawn from the rest. The distributions are taken under the same sampling parameters as the draft's.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -19,8 +20,7 @@ from specdec.exact.sampling import (
     SamplingContext,
     draw_dense,
     drop_padding,
-    is_finite,
-    next_token_distributions,
+    next_token_rows,
     on_cpu,
     top_tokens,
 )
@@ -156,8 +156,7 @@ class Scorer:
         if not tasks:
             return
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
-        distributions = next_token_distributions(scored, contexts, self._vocab_size)
-        finite, answers = _target_distributions(tasks, distributions)
+        finite, answers = self._target_distributions(tasks, scored, contexts)
         for task, rows, (begin, end) in zip(tasks, rows_of, _spans(tasks), strict=True):
             if not all(finite[begin:end]):
                 message = "the model's logits for this session are not finite; restart it, or its worker"
@@ -165,6 +164,35 @@ class Scorer:
                 continue
             positions = tuple(answers[begin:end])
             task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
+
+    def _target_distributions(
+        self, tasks: Sequence[ScoreTask], logits: torch.Tensor, contexts: Sequence[SamplingContext]
+    ) -> tuple[list[bool], list[TargetDistribution]]:
+        """Read the unions from the distributions of logits [sum of N + 1, V], then draw one token a row from the rest.
+
+        Also say of each row whether it is a distribution. On a GPU all of this is copied back at once.
+        """
+        unions = [token_ids for task in tasks for token_ids in task.round.unions()]
+        row, token_ids = _indices(unions, logits.device)
+        rows = next_token_rows(logits, contexts, self._vocab_size, token_ids)
+        inside = row, rows.places(token_ids)
+        support_probs = rows.probs[inside]
+        rows.probs[inside] = 0
+        drawn, tail_masses = draw_dense(rows.probs, _tail_draws(tasks))
+        probs, tail_tokens, masses = (each.tolist() for each in on_cpu(support_probs, rows.tokens(drawn), tail_masses))
+        probs_of = [probs[begin:end] for begin, end in pairwise(accumulate(map(len, unions), initial=0))]
+        finite = [math.isfinite(sum(inside, mass)) for inside, mass in zip(probs_of, masses, strict=True)]
+        masses = np.array(masses, codec.FLOAT32).tolist()  # as they are shipped: what is decided by them, is the same
+        return finite, list(map(TargetDistribution, probs_of, masses, tail_tokens))
+
+
+def _tail_draws(tasks: Sequence[ScoreTask]) -> list[float]:
+    """Return the draws from outside the unions, [sum of N + 1]."""
+    return [
+        uniform
+        for task in tasks
+        for uniform in uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
+    ]
 
 
 def _with_contexts(
@@ -191,30 +219,6 @@ def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
 def _spans(tasks: Iterable[ScoreTask]) -> Iterable[tuple[int, int]]:
     """Return where each task's positions begin and end."""
     return pairwise(accumulate((task.num_positions for task in tasks), initial=0))
-
-
-def _target_distributions(
-    tasks: Sequence[ScoreTask], rows: torch.Tensor
-) -> tuple[list[bool], list[TargetDistribution]]:
-    """Read the unions from rows [sum of N + 1, V], then draw one token a row from the rest; rows are overwritten.
-
-    Also say of each row whether it is a distribution. On a GPU all of this is copied back at once.
-    """
-    unions = [token_ids for task in tasks for token_ids in task.round.unions()]
-    inside = _indices(unions, rows.device)
-    finite, support_probs = is_finite(rows), rows[inside]
-    rows[inside] = 0
-    draws = [
-        uniform
-        for task in tasks
-        for uniform in uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
-    ]
-    answers = (finite, support_probs, *draw_dense(rows, draws))
-    is_distribution, probs, tail_tokens, masses = (answer.tolist() for answer in on_cpu(*answers))
-    tail_masses = np.array(masses, codec.FLOAT32).tolist()  # as they are shipped: what is decided by them, is the same
-    cuts = pairwise(accumulate(map(len, unions), initial=0))
-    probs_of = [probs[begin:end] for begin, end in cuts]
-    return is_distribution, list(map(TargetDistribution, probs_of, tail_masses, tail_tokens))
 
 
 def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

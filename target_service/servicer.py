@@ -80,8 +80,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     async def score(
         self, session: WorkerSession, message: target_pb2.Score, observing: Observing, ahead: ScoringAhead, match: bool
-    ) -> target_pb2.ScoreResponse:
-        """Score one round; `match` keeps cached tokens after `start` that are the same."""
+    ) -> tuple[target_pb2.ScoreResponse, ScoreTask | None]:
+        """Score one round; `match` keeps cached tokens after `start` that are the same.
+
+        Return the answer, and the task that has scored it, if any.
+        """
         given, request = self._checked(message), observing.of_round(message)
         task = ahead.take(given, request) or self._scorer.task(session, given, request, match)
         if message.plain_follows and self._may_go_on(session, given):
@@ -89,17 +92,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         try:
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
-            return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load())
+            return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load()), None
         ahead.note_scored(task)
         if not request:  # a round that was scored ahead may have observed in vain
             scores = replace(scores, observations=None)
-        self._report(session, given, task)
         response = codec.scores_to_proto(observing.of_accepted(scores, given, session.seed))
         response.cached_len = given.committed_length
         timings = task.timings
         response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
         response.load.CopyFrom(self._load(task.num_batched))
-        return response
+        return response, task
 
     def _may_go_on(self, session: WorkerSession, given: ScoreRound) -> bool:
         """Return whether the plain round after this one may be scored ahead; a grammar's is left to its coordinator."""
@@ -144,17 +146,19 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             message.prefix_digest,
         )
 
-    def _report(self, session: WorkerSession, given: ScoreRound, task: ScoreTask) -> None:
-        METRICS.observe_round(len(given.draft_tokens) + 1, task.timings)
+    def report(self, session: WorkerSession, task: ScoreTask) -> None:
+        """Count and log a round that was scored."""
+        given, timings = task.round, task.timings
+        METRICS.observe_round(task.num_positions, timings)
         get_logger().debug(
             "round_scored",
             session_id=session.session_id,
             start=given.start,
             num_tokens=len(given.tokens),
             num_draft_tokens=len(given.draft_tokens),
-            queue_s=task.timings.queue_s,
-            forward_s=task.timings.forward_s,
-            total_s=task.timings.total_s,
+            queue_s=timings.queue_s,
+            forward_s=timings.forward_s,
+            total_s=timings.total_s,
         )
 
     def _load(self, num_batched: int = 0) -> types_pb2.Load:
@@ -185,11 +189,21 @@ class ScoreRounds(SessionRounds):
         self._servicer = servicer
         self._observing = observing
         self._ahead = ScoringAhead(servicer.engine)
+        self._scored: ScoreTask | None = None  # the last round, until it is reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
         """Score one round."""
         await self.session.grammar.compile(self.session.sampling)
-        return await self._servicer.score(self.session, message, self._observing, self._ahead, match=is_first)
+        answer, self._scored = await self._servicer.score(
+            self.session, message, self._observing, self._ahead, match=is_first
+        )
+        return answer
+
+    def answered(self) -> None:
+        """Report the round: nobody waits for that."""
+        if self._scored:
+            self._servicer.report(self.session, self._scored)
+        self._scored = None
 
     def in_progress(self) -> target_pb2.ScoreResponse | None:
         """Say that the round will be answered."""

@@ -205,16 +205,19 @@ class EngineLoop(WorkerThread[TaskT]):
         self._schedule.add(task)  # type: ignore[arg-type]  # of the type of `previous`
 
     def _fail_abandoned(self) -> None:
-        for task in self._schedule.tasks:
-            if task.submission.abandoned:
-                task.fail(Abandoned("nobody awaits the task any more"))
-        self._deliver_ends()
+        abandoned = [task for task in self._schedule.tasks if task.submission.abandoned]
+        for task in abandoned:
+            task.fail(Abandoned("nobody awaits the task any more"))
+        if abandoned:
+            self._deliver_ends()
 
     def _forget(self, key: str) -> None:
         self._forgotten.add(key)
         self._close_forgotten()  # now: a task that arrives after this one must not find the sequence
 
     def _close_forgotten(self) -> None:
+        if not self._forgotten:
+            return
         for key in self._forgotten - {task.key for task in self._schedule.tasks}:
             self._schedule.forget(key)
             self._model.cache.open(key).close()

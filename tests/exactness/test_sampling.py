@@ -28,8 +28,8 @@ from specdec.exact.sampling import (
     draw,
     draw_dense,
     in_one_copy,
-    is_finite,
     next_token_distributions,
+    next_token_rows,
     on_cpu,
     sparse_distributions,
     top_tokens,
@@ -192,7 +192,7 @@ def test_non_finite_logits_spoil_only_their_row(sampling: SamplingParams, bad: f
     contexts = [SamplingContext(sampling)] * len(logits)
     rows = next_token_distributions(logits, contexts, VOCAB_SIZE)
     good = [0, 1, 3, 5]
-    assert is_finite(rows).tolist() == [index in good for index in range(6)]
+    assert rows.sum(-1).isfinite().tolist() == [index in good for index in range(6)]
     torch.testing.assert_close(rows[good], next_token_distributions(LOGITS, contexts, VOCAB_SIZE)[good])
     drafts = draft_distributions(logits, contexts, VOCAB_SIZE, 0.99, 64)
     assert [bool(row.token_ids) for row in drafts] == [index in good for index in range(6)]
@@ -217,6 +217,29 @@ def test_greedy_drafts_are_those_of_the_dense_row() -> None:
     dense = sparse_distributions(next_token_distributions(TIED, contexts, VOCAB_SIZE), 0.99, 64)
     assert draft_distributions(TIED, contexts, VOCAB_SIZE, 0.99, 64) == dense
     assert dense == [SparseDistribution((token,), (1.0,)) for token in map(int, (TIED - penalty()).argmax(-1))]
+
+
+@pytest.mark.parametrize("temperatures", [[0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]], ids=["all_greedy", "mixed"])
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_rows_over_few_tokens_hold_the_same_distributions(temperatures: list[float], bad: float | None) -> None:
+    """Also where the first maximum is asked for, and where a row is not a distribution; token 0 is always there."""
+    logits = TIED - penalty()
+    if bad is not None:
+        logits[3, 7 if bad > 0 or math.isnan(bad) else slice(None)] = bad
+    contexts = [SamplingContext(SamplingParams(temperature=temperature)) for temperature in temperatures]
+    dense = next_token_distributions(logits, contexts, VOCAB_SIZE)
+    asked = torch.tensor([500, 7, int(logits[0].argmax()), 500, VOCAB_SIZE - 1])
+    rows = next_token_rows(logits, contexts, VOCAB_SIZE, asked)
+    places = rows.places(asked)
+    assert rows.tokens(places).equal(asked)
+    assert rows.tokens(torch.tensor([0])).tolist() == [0]
+    good = [0, 1, 2, 4, 5] if bad is not None else slice(None)
+    assert rows.probs[good][:, places].equal(dense[good][:, asked])
+    assert rows.probs.sum(-1).isfinite().equal(dense.sum(-1).isfinite())
+    for uniform in (0.0, 0.3, 1 - 2**-53):
+        tokens, masses = draw_dense(rows.probs[good], [uniform] * len(rows.probs[good]))
+        expected_tokens, expected_masses = draw_dense(dense[good], [uniform] * len(tokens))
+        assert (rows.tokens(tokens).tolist(), masses.tolist()) == (expected_tokens.tolist(), expected_masses.tolist())
 
 
 def penalty() -> torch.Tensor:
@@ -289,8 +312,37 @@ def test_no_draw_gives_a_token_without_probability(weights: list[float], uniform
     assert draw(row, uniform) == tokens[0]
 
 
-def test_a_row_without_mass_is_never_an_error() -> None:
-    assert drawn(torch.zeros(2, 5), [0.0, 0.999]) == ([0, 0], [0.0, 0.0])
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), uniform_numbers)
+def test_draws_by_chunks_are_those_of_the_whole_row(seed: int, num_chunks: int, uniform: float) -> None:
+    """The same weights beside one token more, which are not cut into chunks, give the same token."""
+    generator = np.random.default_rng(seed)
+    weights = generator.random((3, num_chunks, CHUNK_TOKENS)) * (generator.random((3, num_chunks, CHUNK_TOKENS)) < 0.3)
+    weights *= generator.random((3, num_chunks, 1)) < 0.7
+    # sums of multiples of a power of two are exact in any order
+    chunked = torch.from_numpy((np.floor(weights * 1024) / 1024).astype(np.float32).reshape(3, -1))
+    whole = torch.cat([chunked, torch.zeros(3, 1)], dim=-1)
+    for each in (uniform, 0.0, 1 - 2**-53):
+        assert drawn(chunked, [each] * 3) == drawn(whole, [each] * 3)
+
+
+def test_rounding_never_draws_a_token_without_weight_at_a_chunks_end() -> None:
+    """What is left of a chunk's sum by rounding does not lead past its last token that has a weight."""
+    weights = torch.rand(64, 3 * CHUNK_TOKENS, generator=torch.Generator().manual_seed(3))
+    weights[:, CHUNK_TOKENS - 5 : CHUNK_TOKENS + 5] = 0
+    weights[:, -5:] = 0
+    mass = weights.double().sum(-1)
+    first = weights[:, :CHUNK_TOKENS].double().sum(-1)
+    uniforms = [float(np.nextafter(each, side)) for each in (first / mass).tolist() for side in (0.0, 1.0)]
+    tokens, _ = drawn(weights.repeat_interleave(2, dim=0), uniforms)
+    assert (weights.repeat_interleave(2, dim=0)[range(128), tokens] > 0).all()
+    tokens, _ = drawn(weights, [1 - 2**-53] * 64)
+    assert (weights[range(64), tokens] > 0).all()
+
+
+@pytest.mark.parametrize("size", [5, CHUNK_TOKENS, 2 * CHUNK_TOKENS])
+def test_a_row_without_mass_is_never_an_error(size: int) -> None:
+    assert drawn(torch.zeros(2, size), [0.0, 0.999]) == ([0, 0], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])

@@ -76,6 +76,20 @@ async def test_they_are_those_that_the_coordinator_accepts(
     assert min(lengths[length] for length in range(3)) > 0, lengths
 
 
+async def test_all_are_observed_where_only_top_tokens_are_asked_for(
+    channel: grpc.aio.Channel, names: Iterator[str]
+) -> None:
+    """They are few bytes; leaving some out would take longer than sending them."""
+    tree = await likely_tree(channel, next(names))
+    rule, request = AcceptanceRuleName.BLOCK.value, ObservationRequest(num_top_tokens=2)
+    scores = await answered(TargetStream(channel, next(names), observations=request, rule=rule), tree)
+    whole = await answered(TargetStream(channel, next(names), observations=LAYERS), tree)
+    assert scores.observed is None
+    assert scores.observations is not None
+    assert whole.observations is not None
+    assert scores.observations.top_tokens == whole.observations.top_tokens
+
+
 @pytest.mark.parametrize("name", ["drawn", "no rule", "a newer rule"])
 async def test_all_are_observed_where_the_worker_cannot_know(
     name: str, channel: grpc.aio.Channel, names: Iterator[str]
