@@ -75,8 +75,11 @@ class RedisClient:
         text = self._text(name)
 
         async def run(keys: list[str], arguments: list[Any]) -> Any:
-            with metrics.timed_store_call(name, self._outside.now_s):
+            begin_s = self._outside.now_s()
+            try:
                 reply = await self._call(keys[0], text.call(keys, arguments), text)
+            finally:
+                metrics.observe_store_call(name, self._outside.now_s() - begin_s)
             if not is_reply(reply):
                 raise UnavailableError(f"the session store gave a malformed reply to {name}; try again")
             return reply

@@ -123,7 +123,7 @@ class Node:
         return replies
 
     async def _exchange(self, connection: Any, commands: Sequence[Command]) -> list[Any]:
-        message = b"".join(map(hiredis.pack_command, commands)) if len(commands) > 1 else hiredis.pack_command(commands[0])
+        message = b"".join(map(hiredis.pack_command, commands))
         replies = []
         try:
             async with asyncio.timeout(self._timeout_s) as timer:
