@@ -43,7 +43,7 @@ def no_lost_cancellation() -> Iterator[None]:
 class Node:
     """One Redis server. At most MAX_CALLS calls are under way; more wait for their turn.
 
-    Connections are taken from the pool once and kept until they fail, as redis-py's pool does much for each call. For the
+    Connections are taken from the pool once and kept until they fail: redis-py's pool does much for each call. For the
     same reason the time-out of an exchange is ours: redis-py's makes a task of each message.
     """
 
