@@ -5,7 +5,7 @@ Nothing here awaits, logs, reads clocks or draws randomness.
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from coordinator.text import Detokenizer, StopText
@@ -138,20 +138,20 @@ class Generation:
             if self.finish:
                 break
         emitted = tuple(self.emitted[begin:])
-        self.statistics = replace(
-            self.statistics,
-            num_rounds=self.statistics.num_rounds + 1,
-            num_draft_tokens=self.statistics.num_draft_tokens + len(proposal),
-            num_accepted_tokens=self.statistics.num_accepted_tokens + verdict.num_accepted,
-            num_tokens=self.statistics.num_tokens + len(emitted),
-            draft_s=self.statistics.draft_s + draft_s,
-            score_s=self.statistics.score_s + score_s,
-            num_drafts_per_depth=_counted(self.statistics.num_drafts_per_depth, proposal.depth, proposal.depth),
-            num_accepted_tokens_per_depth=_counted(
-                self.statistics.num_accepted_tokens_per_depth, verdict.num_accepted, proposal.depth
-            ),
+        before, depth = self.statistics, proposal.depth
+        self.statistics = Statistics(
+            num_rounds=before.num_rounds + 1,
+            num_draft_tokens=before.num_draft_tokens + len(proposal),
+            num_accepted_tokens=before.num_accepted_tokens + verdict.num_accepted,
+            num_tokens=before.num_tokens + len(emitted),
+            draft_s=before.draft_s + draft_s,
+            score_s=before.score_s + score_s,
+            commit_s=before.commit_s,
+            total_s=before.total_s,
+            num_drafts_per_depth=_counted(before.num_drafts_per_depth, depth, depth),
+            num_accepted_tokens_per_depth=_counted(before.num_accepted_tokens_per_depth, verdict.num_accepted, depth),
         )
-        self._rounds.append(RoundDraft(drafter, len(proposal), proposal.depth, len(self.emitted)))
+        self._rounds.append(RoundDraft(drafter, len(proposal), depth, len(self.emitted)))
         return Round(base_length, base_digest, emitted, self._digests[-1], self.finish, self.statistics, drafter)
 
     def replay(self, emitted: Iterable[OutputToken], finish: FinishReason | None) -> None:
@@ -217,6 +217,8 @@ class Generation:
 
 def _counted(counts: tuple[int, ...], num_reached: int, depth: int) -> tuple[int, ...]:
     """Return counts by depth, [at least `depth`], with one more at each of the first `num_reached`."""
+    if not depth:
+        return counts
     longer = (*counts, *[0] * (depth - len(counts)))
     return tuple(count + (index < num_reached) for index, count in enumerate(longer))
 

@@ -8,8 +8,9 @@ tokens per round    1 + rate(..._num_accepted_tokens_total) / rate(..._num_draft
 docs/operate.md has all of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 from prometheus_client import Counter, Gauge, Histogram
 
@@ -81,18 +82,47 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
         NUM_DRAFTS.inc()
         NUM_DRAFT_TOKENS.inc(num_drafted)
         NUM_ACCEPTED_TOKENS.inc(num_accepted)
-        PHASE_S.labels("draft").observe(draft_s, exemplar)
-    NUM_DRAFTER_ROUNDS.labels(played.drafter).inc()
-    NUM_DRAFTER_DRAFT_TOKENS.labels(played.drafter).inc(num_drafted)
-    NUM_DRAFTER_ACCEPTED_TOKENS.labels(played.drafter).inc(num_accepted)
-    NUM_DRAFTER_TOKENS.labels(played.drafter).inc(len(played.emitted))
+        _phase("draft").observe(draft_s, exemplar)
+    num_rounds, num_draft_tokens, num_accepted_tokens, num_tokens = _of_drafter(played.drafter)
+    num_rounds.inc()
+    num_draft_tokens.inc(num_drafted)
+    num_accepted_tokens.inc(num_accepted)
+    num_tokens.inc(len(played.emitted))
     for position in range(num_accepted):
-        NUM_ACCEPTED_PER_POS.labels(str(position)).inc()
+        _accepted_at(position).inc()
     NUM_ROUNDS.inc()
     NUM_TOKENS.inc(len(played.emitted))
-    PHASE_S.labels("score").observe(score_s, exemplar)
-    PHASE_S.labels("commit").observe(commit_s, exemplar)
+    _phase("score").observe(score_s, exemplar)
+    _phase("commit").observe(commit_s, exemplar)
     TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted), exemplar)
+
+
+# a metric's child by its labels is looked up once: that takes longer than to count
+
+
+@cache
+def _phase(name: str) -> Histogram:
+    return PHASE_S.labels(name)
+
+
+@cache
+def _of_drafter(drafter: str) -> tuple[Counter, Counter, Counter, Counter]:
+    return (
+        NUM_DRAFTER_ROUNDS.labels(drafter),
+        NUM_DRAFTER_DRAFT_TOKENS.labels(drafter),
+        NUM_DRAFTER_ACCEPTED_TOKENS.labels(drafter),
+        NUM_DRAFTER_TOKENS.labels(drafter),
+    )
+
+
+@cache
+def _accepted_at(position: int) -> Counter:
+    return NUM_ACCEPTED_PER_POS.labels(str(position))
+
+
+@cache
+def _store_call(name: str) -> Histogram:
+    return STORE_S.labels(name)
 
 
 @contextmanager
@@ -106,14 +136,9 @@ def paused() -> Iterator[None]:
         NUM_PAUSED.dec()
 
 
-@contextmanager
-def timed_store_call(name: str, now_s: Callable[[], float]) -> Iterator[None]:
-    """Observe a call to the store, however it ends."""
-    begin = now_s()
-    try:
-        yield
-    finally:
-        STORE_S.labels(name).observe(now_s() - begin, spans.current().exemplar())
+def observe_store_call(name: str, elapsed_s: float) -> None:
+    """Observe a call to the store, however it ended."""
+    _store_call(name).observe(elapsed_s, spans.current().exemplar())
 
 
 def forget_worker(kind: str, address: str) -> None:
@@ -124,6 +149,7 @@ def forget_worker(kind: str, address: str) -> None:
 
 def observe_worker(phase: str, timing: types_pb2.Timing) -> None:
     """Observe a worker's own phases of a round; the rest of a round is transport."""
+    exemplar = spans.current().exemplar()
     for part, seconds in (("queue", timing.queue_s), ("forward", timing.forward_s)):
         if 0 <= seconds <= MAX_PHASE_S:  # also not NaN
-            PHASE_S.labels(f"{phase}_{part}").observe(seconds, spans.current().exemplar())
+            _phase(f"{phase}_{part}").observe(seconds, exemplar)

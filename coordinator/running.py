@@ -21,7 +21,7 @@ from specdec.errors import DataLossError, FencedError, UnavailableError
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.outside import REAL, Outside
 from specdec.serving.tracing import spans
-from specdec.types import DetachedPolicy, FinishReason
+from specdec.types import DetachedPolicy, FinishReason, Statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,7 @@ class RunningGeneration(FollowedGeneration):
 
     async def _publish(self, played: Round) -> None:
         begin = self._outside.now_s()
-        statistics = replace(
-            played.statistics, commit_s=self._published.commit_s, total_s=self._base_s + begin - self._began_at
-        )
+        statistics = _timed(played.statistics, self._published.commit_s, self._base_s + begin - self._began_at)
         try:
             with spans.span("commit"):
                 await self._store.commit(self.session_id, self.epoch, played, statistics)
@@ -146,11 +144,7 @@ class RunningGeneration(FollowedGeneration):
             raise told(await heal(self._store, self.shown)) from refusal
         end = self._published_at = self._outside.now_s()
         metrics.observe_round(self._published, played, end - begin)
-        self._published = replace(
-            statistics,
-            commit_s=statistics.commit_s + end - begin,
-            total_s=self._base_s + end - self._began_at,
-        )
+        self._published = _timed(statistics, statistics.commit_s + end - begin, self._base_s + end - self._began_at)
         self._num_published += len(played.emitted)
         self._published_by = spans.current()
         self._tell()
@@ -167,3 +161,19 @@ class RunningGeneration(FollowedGeneration):
         if isinstance(reason, FencedError):
             metrics.NUM_TAKEN_OVER.inc()
         self._tell()
+
+
+def _timed(counted: Statistics, commit_s: float, total_s: float) -> Statistics:
+    """Return statistics with these times of the committer; `dataclasses.replace` takes three times as long."""
+    return Statistics(
+        num_rounds=counted.num_rounds,
+        num_draft_tokens=counted.num_draft_tokens,
+        num_accepted_tokens=counted.num_accepted_tokens,
+        num_tokens=counted.num_tokens,
+        draft_s=counted.draft_s,
+        score_s=counted.score_s,
+        commit_s=commit_s,
+        total_s=total_s,
+        num_drafts_per_depth=counted.num_drafts_per_depth,
+        num_accepted_tokens_per_depth=counted.num_accepted_tokens_per_depth,
+    )

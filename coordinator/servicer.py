@@ -136,7 +136,7 @@ def _known(session_id: str, record: "_Request") -> SessionName:
 def chunk_to_proto(session_id: str, chunk: CommittedChunk, ending: Ending | None) -> pb.GenerateResponse:
     """Convert; the last chunk says how the session ended."""
     logprobs = [entry for emitted in chunk.emitted for entry in _logprobs_to_proto(emitted)]
-    return pb.GenerateResponse(
+    message = pb.GenerateResponse(
         session_id=session_id,
         offset=chunk.offset,
         tokens=[emitted.token for emitted in chunk.emitted],
@@ -146,11 +146,10 @@ def chunk_to_proto(session_id: str, chunk: CommittedChunk, ending: Ending | None
         finish=finish_to_proto(ending) if ending else None,
         logprobs=logprobs,
         text_ends=chunk.text_ends,
-        rounds=[
-            pb.RoundDraft(drafter=each.drafter, num_draft_tokens=each.num_draft_tokens, depth=each.depth, end=each.end)
-            for each in chunk.rounds
-        ],
     )
+    for each in chunk.rounds:  # a message that is handed in would be copied
+        message.rounds.add(drafter=each.drafter, num_draft_tokens=each.num_draft_tokens, depth=each.depth, end=each.end)
+    return message
 
 
 def _logprobs_to_proto(emitted: OutputToken) -> list[pb.TokenLogprobs]:

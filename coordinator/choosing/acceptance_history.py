@@ -7,7 +7,6 @@ whatever rank and depth of its nodes make them. One round of K draft tokens test
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,27 +26,22 @@ MAX_NEXT = 0.98
 Floats = NDArray[np.float64]
 
 
-def _zeros() -> Floats:
-    return np.zeros(MAX_DRAFT_TOKENS)
-
-
-@dataclass(slots=True)
 class NodeCounts:
     """Decayed counts by node [MAX_DRAFT_TOKENS]: rounds that asked for it, drafted it, accepted it."""
 
-    asked: Floats = field(default_factory=_zeros)
-    drafted: Floats = field(default_factory=_zeros)
-    accepted: Floats = field(default_factory=_zeros)
-    decay: float = DECAY
+    def __init__(self, decay: float = DECAY) -> None:
+        self._decay = decay
+        self._counts = np.zeros((3, MAX_DRAFT_TOKENS))
+        self.asked, self.drafted, self.accepted = self._counts
 
     def observe(self, num_asked: int, num_drafted: int, path: Sequence[int], weight: float = 1.0) -> None:
         """Add one round; `path` has the accepted nodes."""
-        decay = self.decay**weight
-        for counts in (self.asked, self.drafted, self.accepted):
-            counts[:num_asked] *= decay
+        self._counts[:, :num_asked] *= self._decay**weight
         self.asked[:num_asked] += weight
         self.drafted[: min(num_asked, num_drafted)] += weight
-        self.accepted[[node for node in path if node < num_asked]] += weight
+        for node in path:
+            if node < num_asked:
+                self.accepted[node] += weight
 
 
 class AcceptanceHistory:
@@ -55,16 +49,31 @@ class AcceptanceHistory:
 
     def __init__(self) -> None:
         self._counts = NodeCounts(decay=SHARED_DECAY)
-        self.accept_probs = self._accept_probs()  # [MAX_DRAFT_TOKENS]
-        self.draft_probs = np.ones(MAX_DRAFT_TOKENS)  # that a node which is asked for is drafted
+        self._probs: tuple[Floats, Floats] | None = None  # since the last round; a session with a fixed K asks for none
 
     def observe(self, num_asked: int, num_drafted: int, path: Sequence[int], weight: float = 1.0) -> None:
         """Add one round."""
         self._counts.observe(num_asked, num_drafted, path, weight)
-        self.accept_probs = self._accept_probs()
-        self.draft_probs = (self._counts.drafted + PRIOR_ROUNDS * self._unasked_draft_prob()) / (
-            self._counts.asked + PRIOR_ROUNDS
-        )
+        self._probs = None
+
+    @property
+    def accept_probs(self) -> Floats:
+        """Each node's probability of being accepted [MAX_DRAFT_TOKENS]."""
+        return self._known_probs()[0]
+
+    @property
+    def draft_probs(self) -> Floats:
+        """Each node's probability of being drafted where it is asked for [MAX_DRAFT_TOKENS]."""
+        return self._known_probs()[1]
+
+    def _known_probs(self) -> tuple[Floats, Floats]:
+        if self._probs is None:
+            self._probs = self._accept_probs(), self._draft_probs()
+        return self._probs
+
+    def _draft_probs(self) -> Floats:
+        prior = PRIOR_ROUNDS * self._unasked_draft_prob()
+        return (self._counts.drafted + prior) / (self._counts.asked + PRIOR_ROUNDS)
 
     def _accept_probs(self) -> Floats:
         """Return each node's probability; where rounds were few, the node before it is the prior."""

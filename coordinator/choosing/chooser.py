@@ -116,8 +116,8 @@ class PlanChooser:
         """Return how many draft tokens a drafter is known to propose well before the target answers; 0: none."""
         if not self._costs.has_measured(drafter):
             return 0
-        limit_s = COMPARED_COST * float(self._costs.score_s(0))
-        return next((n for n in COMPARED_LENGTHS if float(self._costs.draft_s(drafter, n)) < limit_s), 0)
+        limit_s = COMPARED_COST * self._costs.score_s(0)
+        return next((n for n in COMPARED_LENGTHS if self._costs.draft_s(drafter, n) < limit_s), 0)
 
     def observe_unused(self, plan: DraftPlan, proposal: Proposal, base_length: int) -> None:
         """Add a proposal that no round used, drafted after `base_length` tokens; drawn ones cannot be compared."""

@@ -52,7 +52,7 @@ class DecayedLinearFit:
         if self._weight <= FORGOTTEN or (not self.is_trusted and SLOW_START * seconds < self.predict(k)):
             self.age(0.0)
         if self.is_known:
-            seconds = min(seconds, MAX_OUTLIER * float(self.predict(k)))
+            seconds = min(seconds, MAX_OUTLIER * self.predict(k))
         self.age(decay)
         self._num_observed += 1
         self._weight += 1
@@ -75,10 +75,15 @@ class DecayedLinearFit:
         covariance = self._ks / self._weight - mean_k * mean_s
         return max((covariance + self.prior_slope(mean_k, mean_s)) / (spread + 1), 0.0)
 
-    def predict(self, k: float | Floats | Counts) -> Floats:
-        """Return the expected seconds, more than 0, in the shape of `k`."""
+    def predict(self, k: float) -> float:
+        """Return the expected seconds, more than 0."""
         mean_k, mean_s = self._k / self._weight, self._s / self._weight
-        return np.maximum(mean_s + self.slope() * (np.asarray(k) - mean_k), 0.1 * mean_s)
+        return max(mean_s + self.slope() * (k - mean_k), 0.1 * mean_s)
+
+    def predict_each(self, k: Floats | Counts) -> Floats:
+        """Return the expected seconds of each of many numbers."""
+        mean_k, mean_s = self._k / self._weight, self._s / self._weight
+        return np.maximum(mean_s + self.slope() * (k - mean_k), 0.1 * mean_s)
 
 
 def _draft_fit() -> DecayedLinearFit:
@@ -109,7 +114,7 @@ class ScoreCosts:
         """Add one round. A round that was slower than expected makes those of other drafters expected slower, too."""
         own = self._by_drafter.setdefault(drafter, _score_fit())
         if own.is_trusted:
-            ratio = min(seconds / float(own.predict(num_tokens)), MAX_OUTLIER)
+            ratio = min(seconds / own.predict(num_tokens), MAX_OUTLIER)
             for fit in self._by_drafter.values():
                 if fit is not own:
                     fit.scale(1 + (1 - decay) * (ratio - 1))
@@ -177,24 +182,32 @@ class Costs:
         """Whether the drafter's cost is known and recent."""
         return drafter in self._draft and self._draft[drafter].is_known
 
-    def draft_s(self, drafter: str, num_asked: int | Counts) -> Floats:
-        """Return the expected seconds of drafting, in the shape of `num_asked`."""
+    def draft_s(self, drafter: str, num_asked: int) -> float:
+        """Return the expected seconds of drafting."""
         return self._draft[drafter].predict(num_asked)
 
-    def score_s(self, num_draft_tokens: float | Floats, drafter: str | None = None) -> Floats:
-        """Return the expected seconds of scoring at the current load, in the shape of `num_draft_tokens`."""
-        return self._scoring(drafter).predict(self.num_sessions * np.asarray(num_draft_tokens))
+    def draft_each_s(self, drafter: str, num_asked: Counts) -> Floats:
+        """Return the expected seconds of drafting so many tokens each."""
+        return self._draft[drafter].predict_each(num_asked)
+
+    def score_s(self, num_draft_tokens: float, drafter: str | None = None) -> float:
+        """Return the expected seconds of scoring at the current load."""
+        return self._scoring(drafter).predict(self.num_sessions * num_draft_tokens)
+
+    def score_each_s(self, num_draft_tokens: Floats, drafter: str | None = None) -> Floats:
+        """Return the expected seconds of scoring at the current load so many draft tokens each."""
+        return self._scoring(drafter).predict_each(self.num_sessions * num_draft_tokens)
 
     def other_s(self, is_resting: bool = False) -> float:
         """Return the seconds that the coordinator itself is expected to take in a round."""
-        return float(self._other[is_resting].predict(0)) if is_resting in self._other else 0.0
+        return self._other[is_resting].predict(0) if is_resting in self._other else 0.0
 
     def plain_s(self) -> float:
         """Return the expected seconds of a round without a draft: at rest, where that is faster."""
-        awake_s = float(self.score_s(0)) + self.other_s()
+        awake_s = self.score_s(0) + self.other_s()
         if not self._score[self.load].has_measured(RESTING):
             return PRIOR_RESTING * awake_s
-        return min(awake_s, float(self.score_s(0, RESTING)) + self.other_s(is_resting=True))
+        return min(awake_s, self.score_s(0, RESTING) + self.other_s(is_resting=True))
 
     def slope_s(self, drafter: str) -> float:
         """Return the expected seconds of one more draft token of every session, drafted and scored."""

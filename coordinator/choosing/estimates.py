@@ -56,7 +56,8 @@ class Estimates:
             lengths = np.minimum(lengths[-1:], JOINT_LENGTH)
         acceptance = self._acceptance[drafter]
         tokens, drafted = acceptance.expected_tokens()[lengths], acceptance.expected_drafted()[lengths]
-        seconds = self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted, drafter) + self._costs.other_s()
+        draft_s, score_s = self._costs.draft_each_s(drafter, lengths), self._costs.score_each_s(drafted, drafter)
+        seconds = draft_s + score_s + self._costs.other_s()
         best = int(np.argmax(tokens / seconds))
         return Estimate(DraftPlan(drafter, int(lengths[best])), float(tokens[best]), float(seconds[best]))
 
@@ -94,7 +95,8 @@ class Estimates:
         tokens, drafted = acceptance.expected_tokens()[lengths], acceptance.expected_drafted()[lengths]
         asking_s = self._costs.draft_s(name, first.plan.num_draft_tokens) + self._costs.other_s()
         missed_s = asking_s + self._costs.score_s(0, name)
-        fallback_s = asking_s + self._costs.draft_s(drafter, lengths) + self._costs.score_s(drafted, drafter)
+        draft_s, score_s = self._costs.draft_each_s(drafter, lengths), self._costs.score_each_s(drafted, drafter)
+        fallback_s = asking_s + draft_s + score_s
         seconds = first.seconds + self._miss_prob(name) * (fallback_s / tokens - missed_s)
         best = int(np.argmin(seconds))
         plan = replace(first.plan, fallback=DraftPlan(drafter, int(lengths[best])))

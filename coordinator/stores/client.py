@@ -7,7 +7,7 @@ as failed: it is repeated, recognised, and waited for again. Nothing that a fail
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
@@ -59,7 +59,9 @@ class RedisClient:
 
     def _meet(self, node: Node) -> None:
         """Hear of a server's broken connections; another master than before may lack what that one had."""
-        if self._met and node not in self._met:
+        if node in self._met:
+            return
+        if self._met:
             self._note_break()
         self._met.add(node)
         node.on_break = self._note_break
@@ -73,8 +75,11 @@ class RedisClient:
         text = self._text(name)
 
         async def run(keys: list[str], arguments: list[Any]) -> Any:
-            with metrics.timed_store_call(name, self._outside.now_s):
+            begin_s = self._outside.now_s()
+            try:
                 reply = await self._call(keys[0], text.call(keys, arguments), text)
+            finally:
+                metrics.observe_store_call(name, self._outside.now_s() - begin_s)
             if not is_reply(reply):
                 raise UnavailableError(f"the session store gave a malformed reply to {name}; try again")
             return reply
@@ -173,6 +178,9 @@ class RedisClient:
             raise failure from error
 
     async def _take_turn(self, node: Node) -> None:
+        if not node.turns.locked():
+            await node.turns.acquire()  # at once
+            return
         try:
             async with asyncio.timeout(self._patience_s):
                 await node.turns.acquire()
@@ -181,16 +189,23 @@ class RedisClient:
 
     async def _execute(self, node: Node, command: Command, script: ScriptText | None) -> Any:
         """Execute a script, loaded if it is unknown there, and wait for replicas."""
-        is_durable = bool(self._num_replicas and script)
-        waiting: list[Command] = [("WAIT", self._num_replicas, WAIT_TIMEOUT_MS)] * is_durable
-        replies = await node.execute([command, *waiting])
-        if script and isinstance(replies[0], NoScriptError):
-            _checked(await node.execute([script.load()]))
-            replies = await node.execute([command, *waiting])
-        _checked(replies)
-        if waiting and replies[-1] < self._num_replicas:
-            raise TooFewReplicas(f"{replies[-1]} of the {self._num_replicas} replicas of --store-replicas answer")
-        return replies[0]
+        num_replicas = self._num_replicas if script else 0
+        reply, num_reached = await self._sent(node, command, num_replicas)
+        if script and isinstance(reply, NoScriptError):
+            _check(await node.call(script.load()))
+            reply, num_reached = await self._sent(node, command, num_replicas)
+        _check(reply)
+        _check(num_reached)
+        if num_reached < num_replicas:
+            raise TooFewReplicas(f"{num_reached} of the {num_replicas} replicas of --store-replicas answer")
+        return reply
+
+    async def _sent(self, node: Node, command: Command, num_replicas: int) -> tuple[Any, Any]:
+        """Return a command's reply, and how many replicas have it: what WAIT says where some are asked for."""
+        if not num_replicas:
+            return await node.call(command), 0
+        reply, num_reached = await node.execute([command, ("WAIT", num_replicas, WAIT_TIMEOUT_MS)])
+        return reply, num_reached
 
 
 class _Redirected(Exception):
@@ -201,11 +216,10 @@ class _Redirected(Exception):
         self.error = error
 
 
-def _checked(replies: Sequence[Any]) -> None:
-    """Raise the first error among replies."""
-    for reply in replies:
-        if isinstance(reply, ResponseError):
-            raise reply
+def _check(reply: Any) -> None:
+    """Raise a reply that is an error."""
+    if isinstance(reply, ResponseError):
+        raise reply
 
 
 def _redis_error(error: RedisError | OSError) -> RedisError:

@@ -6,12 +6,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import hiredis
 from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
-MAX_CALLS = 64  # at once, each on its own connection; Redis executes them one by one
+MAX_CALLS = 64  # at once; Redis executes them one by one
 SOCKET_TIMEOUT_S = 2.0
 Command = tuple[Any, ...]
 
@@ -39,38 +41,112 @@ def no_lost_cancellation() -> Iterator[None]:
 
 
 class Node:
-    """One Redis server. At most MAX_CALLS calls are under way; more wait for their turn."""
+    """One Redis server. At most MAX_CALLS calls are under way; more wait for their turn.
+
+    Connections are taken from the pool once and kept until they fail: redis-py's pool does much for each call. For the
+    same reason the time-out of an exchange is ours: redis-py's makes a task of each message.
+    """
 
     def __init__(self, pool: ConnectionPool) -> None:
         self.pool = pool
         # the pool does not wait: it raises where a connection is missing
         self.turns = asyncio.Semaphore(min(MAX_CALLS, pool.max_connections))
         self.on_break: Callable[[], None] = lambda: None  # called when a connection is found broken
+        self._timeout_s: float = pool.connection_kwargs.get("socket_timeout") or SOCKET_TIMEOUT_S
+        self._idle: list[Any] = []  # connections of the pool that wait for their next call
         self._num_breaks = 0
         self._made = WeakKeyDictionary[Any, int]()  # of each connection: how many breaks were known when it was made
+        self._num_under_way = 0  # exchanges of single calls
+        self._joined: list[tuple[Command, asyncio.Future[Any]]] = []  # calls that the next message will have
+        self._sending = set[asyncio.Task[None]]()  # such messages
+
+    async def call(self, command: Command) -> Any:
+        """Send a command, and return its reply, which may be an error reply; raises as `execute`.
+
+        While others are under way, those that come in one turn of the event loop share a message.
+        """
+        if self._num_under_way:
+            return await self._join(command)
+        self._num_under_way += 1
+        try:
+            return (await self.execute([command]))[0]
+        finally:
+            self._num_under_way -= 1
+
+    def _join(self, command: Command) -> "asyncio.Future[Any]":
+        reply = asyncio.get_running_loop().create_future()
+        self._joined.append((command, reply))
+        if len(self._joined) == 1:
+            sending = asyncio.create_task(self._execute_joined(), name="calls to the store")
+            self._sending.add(sending)
+            sending.add_done_callback(self._sending.discard)
+        return reply
+
+    async def _execute_joined(self) -> None:
+        joined, self._joined = self._joined, []
+        self._num_under_way += 1
+        try:
+            replies: Sequence[Any] = await self.execute([command for command, _ in joined])
+        except (RedisError, OSError) as error:
+            for _, waiting in joined:
+                if not waiting.done():
+                    waiting.set_exception(error)
+        except BaseException:
+            for _, waiting in joined:
+                waiting.cancel()
+            raise
+        else:
+            for (_, waiting), reply in zip(joined, replies, strict=True):
+                if not waiting.done():
+                    waiting.set_result(reply)
+        finally:
+            self._num_under_way -= 1
 
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together on one connection; return the replies, error replies among them.
 
         Raises RedisError where the connection fails, and closes it: a later reply must not answer another command.
         """
-        with no_lost_cancellation():
-            return await self._executed(commands)
-
-    async def _executed(self, commands: Sequence[Command]) -> list[Any]:
-        connection: Any = await self._connection()
+        connection = await self._connection()
         try:
-            await connection.send_packed_command(connection.pack_commands(commands))
-            return [await _reply(connection) for _ in commands]
+            replies = await self._exchange(connection, commands)
         except BaseException as error:
             if isinstance(error, RedisError | OSError):
                 self._note_break(connection)
             await connection.disconnect(nowait=True)
+            await asyncio.shield(self._release(connection))
             raise
-        finally:
-            await asyncio.shield(self.pool.release(connection))
+        if connection.should_reconnect():
+            await asyncio.shield(self._release(connection))
+        else:
+            self._idle.append(connection)
+        return replies
+
+    async def _exchange(self, connection: Any, commands: Sequence[Command]) -> list[Any]:
+        message = b"".join(map(hiredis.pack_command, commands))
+        replies = []
+        try:
+            async with asyncio.timeout(self._timeout_s) as timer:
+                await connection.send_packed_command(message)
+                for number in range(len(commands)):
+                    if number:  # each reply has its time: the command before may have been a long one
+                        timer.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+                    replies.append(await _reply(connection))
+        except TimeoutError:
+            raise RedisTimeoutError("the server did not answer in time") from None
+        return replies
 
     async def _connection(self) -> Any:
+        """Return a connection that is open and has nothing to read."""
+        while self._idle:
+            connection: Any = self._idle.pop()
+            if connection.is_connected and not await connection.can_read():
+                return connection
+            await asyncio.shield(self._release(connection))  # the pool knows how to make it again
+        with no_lost_cancellation():
+            return await self._from_pool()
+
+    async def _from_pool(self) -> Any:
         try:
             connection: Any = await self.pool.get_connection()  # type: ignore[no-untyped-call]
         except (RedisError, OSError):
@@ -79,7 +155,13 @@ class Node:
         # the pool connects again by itself where it finds that an idle connection was closed
         connection.register_connect_callback(self._connected_again)
         self._made.setdefault(connection, self._num_breaks)
+        connection.socket_timeout = None
         return connection
+
+    async def _release(self, connection: Any) -> None:
+        """Give a connection back to the pool."""
+        connection.socket_timeout = self._timeout_s
+        await self.pool.release(connection)
 
     async def _connected_again(self, connection: Any) -> None:
         self._note_break(connection)
@@ -97,6 +179,9 @@ class Node:
     async def drop(self) -> None:
         """Close the connections that are not in use: the server may not be what it was when they were made."""
         with suppress(RedisError, OSError):
+            idle, self._idle = self._idle, []
+            for connection in idle:
+                await self._release(connection)
             await self.pool.disconnect(inuse_connections=False)
 
     async def close(self) -> None:

@@ -73,9 +73,12 @@ class Remainder:
 
     def residual(self, draft: SparseDistribution, weight: float = 1) -> "Remainder":
         """Return max(0, w p - q), where p is this distribution; its total may be 0."""
-        draft_probs = dict(zip(draft.token_ids, draft.probs, strict=True))
-        pairs = zip(self.token_ids, self.weights, strict=True)
-        weights = [max(0, weight * value - self.total * draft_probs.get(token, 0)) for token, value in pairs]
+        total, draft_probs = self.total, draft.probs
+        if self.token_ids is not draft.token_ids:  # else the position has one child, whose support it is
+            by_token = dict(zip(draft.token_ids, draft.probs, strict=True))
+            draft_probs = [by_token.get(token, 0) for token in self.token_ids]
+        pairs = zip(self.weights, draft_probs, strict=True)
+        weights = [rest if (rest := weight * value - total * prob) > 0 else 0 for value, prob in pairs]
         tail_mass = weight * self.tail_mass
         return Remainder(self.token_ids, weights, tail_mass, sum(weights) + tail_mass, self.tail_token)
 
@@ -118,11 +121,11 @@ class TokenRule:
 
     def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
         """Return the accepted path and the closing token."""
-        children, unions = proposal.children(), proposal.unions()
+        children = proposal.children()
         path: list[int] = []
         position = 0
         while children[position]:
-            remainder = Remainder.at(unions[position], scores.positions[position])
+            remainder = Remainder.at(proposal.union_at(children[position]), scores.positions[position])
             child, remainder = first_accepted(children[position], remainder, proposal, uniforms)
             if child is None:
                 return Verdict(tuple(path), remainder.draw(uniforms.close), TokenOrigin.RECOVERED)
@@ -152,34 +155,52 @@ class Block:
     """
 
     tokens: Sequence[int]  # [K], indices into the proposal
-    thresholds: Sequence[float]  # [K], h_1 to h_K
-    remainders: Sequence[Remainder]  # [K]: the residuals at the positions of x_1 to x_K if the block ends before them
+    drafts: Sequence[SparseDistribution]  # [K], q_1 to q_K
+    targets: Sequence[Remainder]  # [K], p_1 to p_K
+    weights: Sequence[float]  # [K + 1], w_0 to w_K
 
     @classmethod
-    def at(cls, position: int, proposal: Proposal, scores: Scores) -> "Block":
-        """Return the block that begins at a position with children."""
-        children, unions = proposal.children(), proposal.unions()
+    def at(cls, position: int, proposal: Proposal, scores: Scores, children: Sequence[Sequence[int]]) -> "Block":
+        """Return the block that begins at a position; `children` are those of all positions."""
         tokens: list[int] = []
-        thresholds: list[float] = []
-        remainders: list[Remainder] = []
-        weight: float = 1
-        while children[position]:
-            token = children[position][0]
+        drafts: list[SparseDistribution] = []
+        targets: list[Remainder] = []
+        weights: list[float] = [1]
+        while siblings := children[position]:
+            token = siblings[0]
             draft = proposal.distributions[token]
-            target = Remainder.at(unions[position], scores.positions[position])
-            residual = target.residual(draft, weight)
-            total = residual.total + (1 - weight)
-            thresholds.append(residual.total / total if total > 0 else 0.0)
+            target = Remainder.at(proposal.union_at(siblings), scores.positions[position])
+            weights.append(min(1, weights[-1] * target.threshold(proposal.tokens[token], draft)))
             tokens.append(token)
-            remainders.append(residual if residual.total > 0 else target)  # 0 only by rounding
-            weight = min(1, weight * target.threshold(proposal.tokens[token], draft))
+            drafts.append(draft)
+            targets.append(target)
             position = token + 1
-        return cls(tokens, [*thresholds[1:], weight], remainders)
+        return cls(tokens, drafts, targets, weights)
 
-    def num_accepted(self, uniforms: Uniforms) -> int:
-        """Return the length of the longest prefix that passes."""
-        tests = zip(self.tokens, self.thresholds, strict=True)
-        return max((i for i, (token, h) in enumerate(tests, start=1) if uniforms.accept[token] < h), default=0)
+    def end(self, uniforms: Uniforms) -> tuple[int, Remainder | None]:
+        """Return the length of the longest prefix that passes, and what remains at its end; None: all of it passed.
+
+        The longest one is tested first: a residual takes the time of a whole support, and h_K needs none.
+        """
+        if uniforms.accept[self.tokens[-1]] < self.weights[-1]:
+            return len(self.tokens), None
+        for length in range(len(self.tokens) - 1, 0, -1):
+            threshold, remainder = self.before(length)
+            if uniforms.accept[self.tokens[length - 1]] < threshold:
+                return length, remainder
+        return 0, self.before(0)[1]
+
+    def before(self, index: int) -> tuple[float, Remainder]:
+        """Return h_i, for i < K, and the residual at the position of x_(i+1) if the block ends before it."""
+        target, weight = self.targets[index], self.weights[index]
+        residual = target.residual(self.drafts[index], weight)
+        total = residual.total + (1 - weight)
+        threshold = residual.total / total if total > 0 else 0.0
+        return threshold, residual if residual.total > 0 else target  # 0 only by rounding
+
+    def thresholds(self) -> list[float]:
+        """Return h_1 to h_K."""
+        return [*(self.before(index)[0] for index in range(1, len(self.tokens))), self.weights[-1]]
 
 
 class BlockRule:
@@ -194,13 +215,12 @@ class BlockRule:
         path: list[int] = []
         position = 0
         while children[position]:
-            block = Block.at(position, proposal, scores)
-            num_accepted = block.num_accepted(uniforms)
+            block = Block.at(position, proposal, scores, children)
+            num_accepted, rest = block.end(uniforms)
             path += block.tokens[:num_accepted]
             position = path[-1] + 1 if path else 0
-            if num_accepted < len(block.tokens):
-                siblings = children[position][1:]
-                child, remainder = first_accepted(siblings, block.remainders[num_accepted], proposal, uniforms)
+            if rest is not None:
+                child, remainder = first_accepted(children[position][1:], rest, proposal, uniforms)
                 if child is None:
                     return Verdict(tuple(path), remainder.draw(uniforms.close), TokenOrigin.RECOVERED)
                 path.append(child)
@@ -213,10 +233,10 @@ class BlockRule:
         accept: list[float] = [0.0] * len(proposal)
         close: list[Sequence[float]] = [()] * (len(proposal) + 1)
         begins = [0, *(child + 1 for siblings in children for child in siblings[1:])]
-        for block in (Block.at(begin, proposal, scores) for begin in begins if children[begin]):
-            for token, threshold, left in zip(block.tokens, block.thresholds, block.remainders, strict=True):
+        for block in (Block.at(begin, proposal, scores, children) for begin in begins if children[begin]):
+            for index, (token, threshold) in enumerate(zip(block.tokens, block.thresholds(), strict=True)):
                 accept[token] = threshold
-                remainder, position = left, proposal.tree[token]
+                remainder, position = block.before(index)[1], proposal.tree[token]
                 for child in children[position][1:]:
                     accept[child] = remainder.threshold(proposal.tokens[child], proposal.distributions[child])
                     remainder = remainder.after_rejecting(proposal.distributions[child])

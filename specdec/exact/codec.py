@@ -5,8 +5,9 @@ bytes arrive, the result is a checked value or MalformedReply.
 """
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,18 @@ def distributions_to_proto(
     distributions: Sequence[SparseDistribution], *, with_probs: bool = True
 ) -> types_pb2.SparseDistributions:
     """Pack distributions; without probabilities only their supports."""
-    ids = [token for distribution in distributions for token in distribution.token_ids]
+    if not distributions:
+        return types_pb2.SparseDistributions()
     probs = [prob for distribution in distributions for prob in distribution.probs] if with_probs else []
     return types_pb2.SparseDistributions(
-        sizes=np.array([len(distribution.token_ids) for distribution in distributions], UINT32).tobytes(),
-        token_ids=np.array(ids, UINT32).tobytes(),
+        sizes=_packed_ids([len(distribution.token_ids) for distribution in distributions]),
+        token_ids=_packed_ids([*chain.from_iterable(distribution.token_ids for distribution in distributions)]),
         probs=np.array(probs, FLOAT32).tobytes(),
     )
+
+
+def _packed_ids(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}I", *ids)
 
 
 def supports_from_proto(message: types_pb2.SparseDistributions) -> list[list[int]]:
@@ -75,12 +81,14 @@ def distributions_from_proto(message: types_pb2.SparseDistributions) -> list[Spa
     distributions = [SparseDistribution(tuple(ids), tuple(probs)) for ids, probs in zip(supports, cut, strict=True)]
     for distribution in distributions:
         # "not (>)" also catches NaN
-        if not all(prob > 0 for prob in distribution.probs) or not abs(sum(distribution.probs) - 1) < 1e-3:
+        if not abs(sum(distribution.probs) - 1) < 1e-3 or not min(distribution.probs) > 0:
             raise MalformedReply("a distribution is not positive, or does not sum to 1")
     return distributions
 
 
 def _unpack(data: bytes, dtype: np.dtype[Any]) -> list[Any]:
+    if not data:
+        return []
     if len(data) % dtype.itemsize:
         raise MalformedReply(f"{len(data)} bytes are not a whole number of {dtype.itemsize}-byte values")
     values: list[Any] = np.frombuffer(data, dtype).tolist()
@@ -301,7 +309,7 @@ def _check_top(logprobs: Sequence[PositionLogprobs], vocab_size: int) -> None:
 
 def _check_target_distribution(row: TargetDistribution) -> None:
     values = (*row.support_probs, row.tail_mass)
-    if not all(value >= 0 for value in values) or not abs(sum(values) - 1) < 1e-3:
+    if not abs(sum(values) - 1) < 1e-3 or not min(values) >= 0:  # also where one is not a number
         raise MalformedReply("the target's distribution does not sum to 1")
 
 

@@ -16,6 +16,8 @@ import numpy as np
 from specdec.exact.values import Uniforms
 
 MAX_SEED = 2**64 - 1
+BLOCK_WORDS = 4  # that one value of the counter yields, 64 bits each; the next value follows by itself
+NO_DRAWS = Uniforms((), 0.0)
 
 
 class Purpose(enum.IntEnum):
@@ -44,12 +46,13 @@ class _Generator(threading.local):
         self._state["buffer_pos"] = len(self._state["buffer"])  # nothing is left of an earlier block
         self._key, self._counter = self._state["state"]["key"], self._state["state"]["counter"]
 
-    def word(self, seed: int, purpose: int, position: int, committed_length: int) -> int:
-        """Return the first 64 bits of the block after this counter."""
+    def words(self, seed: int, purpose: int, position: int, committed_length: int, count: int) -> list[int]:
+        """Return the first 64 bits of each of the `count` blocks after this counter."""
         self._key[0], self._key[1] = seed, purpose
         self._counter[0], self._counter[1] = position, committed_length
         self._bits.state = self._state
-        return int(self._bits.random_raw())
+        words: list[int] = self._bits.random_raw(BLOCK_WORDS * count)[::BLOCK_WORDS].tolist()
+        return words
 
 
 _generator = _Generator()
@@ -57,16 +60,27 @@ _generator = _Generator()
 
 def uniform(seed: int, key: Key) -> float:
     """Return the 53-bit uniform in [0, 1) that belongs to this key."""
-    return (_generator.word(seed, key.purpose, key.position, key.committed_length) >> 11) * 2.0**-53
+    (word,) = _generator.words(seed, key.purpose, key.position, key.committed_length, 1)
+    return _unit(word)
 
 
 def uniforms(seed: int, committed_length: int, count: int, purpose: Purpose) -> tuple[float, ...]:
     """Return the draws of positions 0 to count - 1 of one round."""
-    return tuple(uniform(seed, Key(committed_length, position, purpose)) for position in range(count))
+    return tuple(map(_unit, _generator.words(seed, purpose, 0, committed_length, count))) if count else ()
+
+
+def _unit(word: int) -> float:
+    """Return 53 of 64 bits as a number in [0, 1)."""
+    return (word >> 11) * 2.0**-53
 
 
 def acceptance_uniforms(seed: int, committed_length: int, num_draft_tokens: int) -> Uniforms:
-    """Return the draws of one round's acceptance; a target worker that predicts it makes the same."""
+    """Return the draws of one round's acceptance; a target worker that predicts it makes the same.
+
+    Without draft tokens nothing is drawn: the round's token is the target's own.
+    """
+    if not num_draft_tokens:
+        return NO_DRAWS
     return Uniforms(
         uniforms(seed, committed_length, num_draft_tokens, Purpose.ACCEPT),
         uniform(seed, Key(committed_length, 0, Purpose.CLOSE)),

@@ -6,6 +6,7 @@ Siblings are in the order in which they were drawn. A chain is the tree in which
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,4 +82,7 @@ def longest_path(parents: Sequence[int], tree_tokens: Sequence[int], position: i
 
 def union(supports: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """Return the token ids of all supports, each once, in the order of their first appearance."""
-    return tuple(dict.fromkeys(token for support in supports for token in support))
+    first, *others = [*supports] or [()]
+    if not others:
+        return tuple(first)  # a support has each id once
+    return tuple(dict.fromkeys(chain(first, *others)))

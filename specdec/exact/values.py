@@ -59,7 +59,11 @@ class Proposal:
 
     def unions(self) -> list[tuple[int, ...]]:
         """Return the token ids on which the target answers at each position, [N + 1]."""
-        return [union(self.distributions[child].token_ids for child in children) for children in self.children()]
+        return list(map(self.union_at, self.children()))
+
+    def union_at(self, children: Sequence[int]) -> tuple[int, ...]:
+        """Return the token ids on which the target answers at a position with these children."""
+        return union([self.distributions[child].token_ids for child in children])
 
 
 @dataclass(frozen=True, slots=True)

@@ -607,8 +607,8 @@ def test_costs_are_learned_as_a_line() -> None:
         costs.observe_score(k, 1 + 0.1 * k)
 
     costs = learned(observe)
-    assert costs.draft_s("a", np.array([2, 4, 8])) == pytest.approx([0.4, 0.8, 1.6], rel=0.1)
-    assert costs.score_s(np.array([0.0, 4.0, 8.0])) == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
+    assert costs.draft_each_s("a", np.array([2, 4, 8])) == pytest.approx([0.4, 0.8, 1.6], rel=0.1)
+    assert costs.score_each_s(np.array([0.0, 4.0, 8.0])) == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
 
 
 class NeverExplores(Exploration):
@@ -648,7 +648,7 @@ def test_drafters_have_scoring_costs_of_their_own() -> None:
         costs.observe_score(4, 1.0, drafter="quiet")
     for _ in range(60):
         costs.observe_score(4, 2.0, drafter="busy")
-    assert float(costs.score_s(4, "busy")) > 1.5 * float(costs.score_s(4, "quiet"))
+    assert costs.score_s(4, "busy") > 1.5 * costs.score_s(4, "quiet")
 
 
 def test_a_slower_machine_prefers_no_unused_plan() -> None:
@@ -658,20 +658,20 @@ def test_a_slower_machine_prefers_no_unused_plan() -> None:
         costs.observe_score(4, 1.0, drafter="unused")
     for seconds in [1.0] * 60 + [3.0] * 60:
         costs.observe_score(4, seconds, drafter="used")
-    assert float(costs.score_s(4, "unused")) > 2.5
-    assert float(costs.score_s(4, "used")) == pytest.approx(3.0, rel=0.1)
+    assert costs.score_s(4, "unused") > 2.5
+    assert costs.score_s(4, "used") == pytest.approx(3.0, rel=0.1)
 
 
 def test_similar_loads_share_what_was_learned() -> None:
     """Load levels are powers of two of the worker's sessions."""
     shared = SharedStatistics()
     load(shared, 16, 0.5)
-    before = float(shared.costs.score_s(0))
+    before = shared.costs.score_s(0)
     shared.costs.observe_score(0, 1.0, 31)
-    assert float(shared.costs.score_s(0)) == pytest.approx(before, rel=0.1)
+    assert shared.costs.score_s(0) == pytest.approx(before, rel=0.1)
     for _ in range(100):
         shared.costs.observe_score(0, 9.0, 32)
-    assert float(shared.costs.score_s(0)) > 1.5 * before
+    assert shared.costs.score_s(0) > 1.5 * before
 
 
 def test_a_plan_is_charged_for_all_sessions() -> None:

@@ -114,7 +114,7 @@ def test_chains_are_as_computed() -> None:
         probability = Fraction(draft.probs[first]) * Fraction(draft.probs[second])
         t = [min(Fraction(1), Fraction(value)) for value in TokenRule().thresholds(proposal, scores).accept]
         h = [Fraction(value) for value in BlockRule().thresholds(proposal, scores).accept]
-        assert h == [*Block.at(0, proposal, scores).thresholds]
+        assert h == Block.at(0, proposal, scores, proposal.children()).thresholds()
         by_token = expected_accepted([t[0] * (1 - t[1]), t[0] * t[1]])
         by_block = expected_accepted([(1 - h[1]) * h[0], h[1]])
         assert row[0] == f"{VOCABULARY[first]} {VOCABULARY[second]}"

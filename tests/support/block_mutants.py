@@ -296,8 +296,8 @@ class ForgetWeight:
 
     def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms) -> Verdict:
         """Return the accepted path and the closing token, of a tree that branches once."""
-        block = Block.at(0, proposal, scores)
-        num_accepted = block.num_accepted(uniforms)
+        block = Block.at(0, proposal, scores, proposal.children())
+        num_accepted, _ = block.end(uniforms)
         path = list(block.tokens[:num_accepted])
         position = path[-1] + 1 if path else 0
         if num_accepted < len(block.tokens):
@@ -315,8 +315,8 @@ class ForgetWeight:
 
     def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
         """Return the block's thresholds for first children, the token rule's for the others."""
-        block, by_token = Block.at(0, proposal, scores), TokenRule().thresholds(proposal, scores)
-        of_block = dict(zip(block.tokens, block.thresholds, strict=True))
+        block, by_token = Block.at(0, proposal, scores, proposal.children()), TokenRule().thresholds(proposal, scores)
+        of_block = dict(zip(block.tokens, block.thresholds(), strict=True))
         return Thresholds([of_block.get(index, value) for index, value in enumerate(by_token.accept)], by_token.close)
 
 

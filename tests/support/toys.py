@@ -395,7 +395,12 @@ class DrawRecorder:
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> "DrawRecorder":
         """Record every draw of the production code and the toys."""
         monkeypatch.setattr(randomness, "uniform", self.uniform)
+        monkeypatch.setattr(randomness, "uniforms", self.uniforms)
         return self
+
+    def uniforms(self, seed: int, committed_length: int, count: int, purpose: Purpose) -> tuple[float, ...]:
+        """Draw one by one what production draws at once (tests/exactness/test_randomness.py), and record the keys."""
+        return tuple(self.uniform(seed, Key(committed_length, position, purpose)) for position in range(count))
 
 
 # ---- what is shipped
