@@ -33,10 +33,13 @@ def part_of(observations: Observations, whole: ObservationRequest, wanted: Obser
         return None
     if wanted.num_top_tokens > whole.num_top_tokens:
         return None
-    places = [whole.hidden_layers.index(layer) for layer in wanted.hidden_layers]
-    hidden = tuple(_layers(state, len(whole.hidden_layers), places) for state in observations.hidden_states)
-    top = tuple(tokens[: 4 * wanted.num_top_tokens] for tokens in observations.top_tokens)
-    return Observations(observations.start, hidden if places else (), top if wanted.num_top_tokens else ())
+    hidden, top = tuple[bytes, ...](), tuple[bytes, ...]()
+    if wanted.hidden_layers:
+        places = [whole.hidden_layers.index(layer) for layer in wanted.hidden_layers]
+        hidden = tuple(_layers(state, len(whole.hidden_layers), places) for state in observations.hidden_states)
+    if wanted.num_top_tokens:
+        top = tuple(tokens[: 4 * wanted.num_top_tokens] for tokens in observations.top_tokens)
+    return Observations(observations.start, hidden, top)
 
 
 def _layers(state: bytes, num_layers: int, places: list[int]) -> bytes:

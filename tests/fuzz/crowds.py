@@ -16,6 +16,7 @@ from tests.fuzz.report import Report
 from tests.fuzz.services import Services
 
 NUM_CLIENTS = 24
+NEIGHBOUR_PAUSE_S = 0.02  # its waits are compared: many of them
 NUM_CALM = 20  # sessions of the neighbour before the crowd comes
 MAX_LATER_S = 0.05  # that the neighbour's 99th percentile may be
 MAX_GROWTH_BYTES = 100 << 20
@@ -54,7 +55,7 @@ async def crowd(services: Services, num_messages: int, seed: int) -> Report:
     """Let a crowd send a hundredth of so many requests, of the largest size."""
     report = Report("crowd", max(4 * NUM_CLIENTS, num_messages // 100))
     services.errors.clear()
-    async with neighbouring(services) as neighbour:
+    async with neighbouring(services, NEIGHBOUR_PAUSE_S) as neighbour:
         with _metronome() as calm_late_s:
             while neighbour.num_sessions < NUM_CALM:  # noqa: ASYNC110  # another task counts
                 await asyncio.sleep(METRONOME_S)

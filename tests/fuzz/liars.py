@@ -27,6 +27,7 @@ ENDINGS = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.NOT_FOUND,
 )
+NUM_ADDRESSES = 8
 END, REPEAT, DROP = 0.02, 0.05, 0.02  # how often a lie is an early end, an answer twice, or none
 
 
@@ -115,14 +116,17 @@ async def _end_as(upstream: Any, context: Any) -> None:
 
 @asynccontextmanager
 async def lying(address: str, seed: int, spares: Callable[[bytes], bool]) -> AsyncIterator[tuple[Liar, str]]:
-    """Serve a proxy to the worker at an address; yield it and its own address."""
+    """Serve a proxy to the worker at an address; yield it and its name, which leads to several addresses.
+
+    A worker that has lied is left by all sessions for a moment: with several they do not wait for each other.
+    """
     liar = Liar(address, seed, spares)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
     server.add_generic_rpc_handlers((liar,))
-    port = server.add_insecure_port("127.0.0.1:0")
+    addresses = [f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}" for _ in range(NUM_ADDRESSES)]
     await server.start()
     try:
-        yield liar, f"127.0.0.1:{port}"
+        yield liar, f"ipv4:{','.join(addresses)}"
     finally:
         await server.stop(0)
         await liar.close()

@@ -12,7 +12,7 @@ from tests.fuzz.services import HONEST_SEED, MAX_NEW_TOKENS, Services
 PROMPT = [5, 17, 3, 200, 9]
 SAMPLING = SamplingParams(temperature=0, seed=HONEST_SEED, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True)
 DRAFTED = SpeculationParams(num_draft_tokens=3, drafter="model")
-PAUSE_S = 0.02  # between its sessions: it is a neighbour, not a load
+PAUSE_S = 0.2  # between its sessions: it is a neighbour, not a load
 MAX_CPU_GAP_S = 1.0
 MAX_GAP_S = 60.0
 
@@ -27,6 +27,7 @@ class Neighbour:
     """
 
     services: Services
+    pause_s: float = PAUSE_S
     num_sessions: int = 0
     max_gap_s: float = 0.0
     max_cpu_gap_s: float = 0.0
@@ -45,7 +46,7 @@ class Neighbour:
                 if tokens and tokens != expected:
                     self.wrong.append(f"a neighbour's text was {tokens}, not {expected}")
                 self.num_sessions += 1
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self.pause_s)
 
     async def _complete(self, client: AsyncClient) -> tuple[int, ...]:
         self._mark()
@@ -73,9 +74,9 @@ class Neighbour:
 
 
 @asynccontextmanager
-async def neighbouring(services: Services) -> AsyncIterator[Neighbour]:
+async def neighbouring(services: Services, pause_s: float = PAUSE_S) -> AsyncIterator[Neighbour]:
     """Run a neighbour while the context lasts; at least one of its sessions ends in it."""
-    neighbour = Neighbour(services)
+    neighbour = Neighbour(services, pause_s)
     running = asyncio.create_task(neighbour.run(), name="neighbour")
     try:
         yield neighbour

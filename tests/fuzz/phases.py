@@ -18,7 +18,7 @@ from tests.fuzz.services import Services
 # left is the allocators' slack.
 MAX_GROWTH_BYTES = 64 << 20
 WARM_UP = 0.1  # of a phase's messages, before memory is first read
-LIE = 0.3  # how often an answer is a lie
+TARGET_LIES, DRAFT_LIES = 0.5, 0.7  # how often an answer is a lie
 
 
 Work = Callable[[int], Awaitable[tuple[Counter[str], list[str]]]]
@@ -80,7 +80,7 @@ async def lying_draft(services: Services, num_messages: int, seed: int) -> Repor
     texts = await victims.expected_texts(services)
 
     async def work(num_lies: int) -> tuple[Counter[str], list[str]]:
-        services.draft_liar.chance = LIE
+        services.draft_liar.chance = DRAFT_LIES
         sessions = await victims.use(services, services.draft_liar, num_lies, seed, texts)
         services.draft_liar.chance = 0.0
         return sessions.codes, sessions.wrong
@@ -92,7 +92,7 @@ async def lying_target(services: Services, num_messages: int, seed: int) -> Repo
     """Let the target worker lie: whatever it says, sessions end in order, and those that it spares do not notice."""
 
     async def work(num_lies: int) -> tuple[Counter[str], list[str]]:
-        services.target_liar.chance = LIE
+        services.target_liar.chance = TARGET_LIES
         sessions = await victims.use(services, services.target_liar, num_lies, seed, None)
         services.target_liar.chance = 0.0
         return sessions.codes, sessions.wrong
