@@ -4,12 +4,15 @@ python -m benchmarks.open_loop --factors 0.8 2 5 10
 
 Capacity is measured first: requests a second with a fixed number of clients, each of which waits for its answer. A
 redis-server is started for the store, so that its keys can be counted.
+
+The sender is one process of the same machine, and reads all texts: its answers wait for it too. So some of the requests
+come from a second process (`benchmarks/probe.py`), which has little to do, and refusals are timed there; by how much
+its timers are late says what the machine adds.
 """
 
 import argparse
 import asyncio
 import contextlib
-import random
 import shutil
 import socket
 import statistics
@@ -17,58 +20,65 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from redis.asyncio import Redis
 
 from benchmarks.measure import hardware
+from benchmarks.probe import Outcome, Requests, cpu_s, high, probing
 from benchmarks.served import demo_pair
-from specdec import AsyncClient, SamplingParams
-from specdec.errors import SpecdecError
+from specdec import AsyncClient
 from specdec.serving.child import print_errors
 from specdec.serving.local import CannotRun, running
+from specdec.serving.local.stack import Stack
 
-PROMPT_TOKENS = 50
-VOCABULARY = range(10, 4000)
+OVERLOADED = "OVERLOADED"
 KEYS_OF_A_SESSION = 3
-REFUSED_PAUSE_S = 0.5
+PROBE_SHARE, MAX_PROBE_RATE = 0.25, 20.0  # of the requests, those that the probe sends; a second at most
 RECOVERY_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How one request ended."""
-
-    reason: str  # "ok", or the error's
-    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a rate of requests gave."""
 
-    rate: float
     duration_s: float
-    outcomes: Sequence[Outcome]
+    sent: Sequence[Outcome]
+    probed: Sequence[Outcome]  # from the second process
     num_keys: int  # that were written
+    cpu: Mapping[str, float]  # cores that each process took
 
     @property
     def goodput(self) -> float:
         """Requests a second that ended within the deadline."""
         return sum(outcome.reason == "ok" for outcome in self.outcomes) / self.duration_s
 
-    def told(self) -> str:
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Those of both processes."""
+        return [*self.sent, *self.probed]
+
+    def lines(self) -> list[str]:
         """Return the figures as text."""
-        refused = sorted(1e3 * outcome.elapsed_s for outcome in self.outcomes if outcome.reason == "OVERLOADED")
-        kept = len(self.outcomes) - len(refused)
-        text = f"{len(self.outcomes)} requests: {dict(Counter(outcome.reason for outcome in self.outcomes))}"
-        if len(refused) > 1:
-            high = statistics.quantiles(refused, n=100)[-1]
-            text += f"; refusals median {statistics.median(refused):.0f}, 99 % {high:.0f} ms"
-        return (
-            f"goodput {self.goodput:.2f}/s; {text}; {self.num_keys} keys, at most {KEYS_OF_A_SESSION * kept} expected"
-        )
+        endings = Counter(outcome.reason for outcome in self.outcomes)
+        num_expected = KEYS_OF_A_SESSION * (len(self.outcomes) - endings[OVERLOADED])
+        cpu = ", ".join(f"{name} {share:.2f}" for name, share in self.cpu.items())
+        return [
+            f"goodput {self.goodput:.2f}/s; {len(self.outcomes)} requests: {dict(endings)}; "
+            f"{self.num_keys} keys, at most {num_expected} expected",
+            f"refused, at the probe: {_refusals(self.probed)}; at the sender: {_refusals(self.sent)}",
+            f"cores: {cpu}",
+        ]
+
+
+def _refusals(outcomes: Sequence[Outcome]) -> str:
+    refused_s = [outcome.elapsed_s for outcome in outcomes if outcome.reason == OVERLOADED]
+    late_s = [outcome.late_s for outcome in outcomes]
+    if len(refused_s) < 2:
+        return f"{len(refused_s)}"
+    median, p99 = 1e3 * statistics.median(refused_s), 1e3 * high(refused_s)
+    return f"{len(refused_s)}, median {median:.0f}, 99 % {p99:.0f} ms (its timers {1e3 * high(late_s):.0f} ms late)"
 
 
 @contextlib.asynccontextmanager
@@ -90,51 +100,6 @@ async def redis_server() -> AsyncIterator[str]:
             await process.wait()
 
 
-class Requests:
-    """Requests of one kind, each with another prompt and seed."""
-
-    def __init__(self, client: AsyncClient, num_tokens: int, deadline_s: float, seed: int) -> None:
-        self._client, self._num_tokens, self._deadline_s = client, num_tokens, deadline_s
-        self._random = random.Random(seed)
-
-    async def one(self) -> Outcome:
-        """Send one request; return how it ended."""
-        begin = time.perf_counter()
-        prompt, seed = self._random.choices(VOCABULARY, k=PROMPT_TOKENS), self._random.getrandbits(32)
-        sampling = SamplingParams(seed=seed, max_new_tokens=self._num_tokens, ignore_eos=True)
-        reason = "ok"
-        try:
-            await self._client.complete(prompt_token_ids=prompt, sampling=sampling, timeout_s=self._deadline_s)
-        except SpecdecError as error:
-            reason = error.reason
-        return Outcome(reason, time.perf_counter() - begin)
-
-    async def closed(self, num_clients: int, duration_s: float) -> float:
-        """Return requests a second of clients that wait for their answers."""
-        end, count = time.perf_counter() + duration_s, 0
-
-        async def client() -> None:
-            nonlocal count
-            while time.perf_counter() < end:
-                is_ok = (await self.one()).reason == "ok"
-                count += is_ok
-                await asyncio.sleep(0 if is_ok else REFUSED_PAUSE_S)
-
-        begin = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(num_clients)))
-        return count / (time.perf_counter() - begin)
-
-    async def open(self, rate: float, duration_s: float) -> list[Outcome]:
-        """Send requests as a Poisson process; return how they ended."""
-        sent, due = list[asyncio.Task[Outcome]](), time.perf_counter()
-        end = due + duration_s
-        while due < end:
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            sent.append(asyncio.create_task(self.one()))
-            due += self._random.expovariate(rate)
-        return await asyncio.gather(*sent)
-
-
 async def measure(flags: argparse.Namespace) -> None:
     """Print what each multiple of the capacity gave, and how soon it was over."""
     async with redis_server() as store:
@@ -151,11 +116,27 @@ async def measure(flags: argparse.Namespace) -> None:
             capacity = await requests.closed(flags.clients, flags.duration)
             print(f"alone {alone_s:.2f} s; capacity {capacity:.2f}/s with {flags.clients} clients")
             for factor in flags.factors:
-                before = await redis.dbsize()
-                outcomes = await requests.open(factor * capacity, flags.duration)
-                load = Load(factor * capacity, flags.duration, outcomes, await redis.dbsize() - before)
-                print(f"{factor:g} times: {load.told()}", flush=True)
+                load = await _loaded(stack, flags, requests, redis, factor * capacity)
+                print(f"{factor:g} times:", *load.lines(), sep="\n    ", flush=True)
                 await _recover(requests, alone_s)
+
+
+async def _loaded(stack: Stack, flags: argparse.Namespace, requests: Requests, redis: Redis, rate: float) -> Load:
+    """Send requests at a rate, from both processes."""
+    probe_rate = min(PROBE_SHARE * rate, MAX_PROBE_RATE)
+    before, cpu = await redis.dbsize(), _cpu_s(stack)
+    begin = time.perf_counter()
+    sent, probed = await asyncio.gather(
+        requests.open(rate - probe_rate, flags.duration),
+        probing(stack.address, flags.tokens, flags.deadline, probe_rate, flags.duration, flags.seed + 1),
+    )
+    elapsed_s = time.perf_counter() - begin
+    cores = {name: (now - cpu[name]) / elapsed_s for name, now in _cpu_s(stack).items()}
+    return Load(flags.duration, sent, probed, await redis.dbsize() - before, cores)
+
+
+def _cpu_s(stack: Stack) -> dict[str, float]:
+    return {"sender": time.process_time()} | {child.name: cpu_s(child.pid) for child in stack.children}
 
 
 async def _recover(requests: Requests, alone_s: float) -> None:

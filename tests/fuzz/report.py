@@ -1,7 +1,11 @@
 """What a person reads of one phase."""
 
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+NUMBER = re.compile(r"\b[0-9a-f]*\d[0-9a-f.]*\b")  # ids too
 
 
 @dataclass(slots=True)
@@ -27,6 +31,14 @@ class Report:
             f"{len(self.wrong)} wrong",
             f"  ended: {endings}",
             f"  memory: {growth}; neighbour: {self.neighbour}",
-            *(f"  WRONG: {sentence}" for sentence in self.wrong[:10]),
+            *(f"  WRONG, {count} times: {sentence}" for sentence, count in _alike(self.wrong)[:10]),
             *(f"  LATE: {sentence}" for sentence in self.late),
         ]
+
+
+def _alike(sentences: Sequence[str]) -> list[tuple[str, int]]:
+    """Return the first of each group of sentences that differ in numbers alone, and how many there are."""
+    groups: dict[str, list[str]] = {}
+    for sentence in sentences:
+        groups.setdefault(NUMBER.sub("", sentence), []).append(sentence)
+    return [(group[0], len(group)) for group in groups.values()]

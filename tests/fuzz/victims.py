@@ -12,7 +12,7 @@ from tests.fuzz.liars import Liar
 from tests.fuzz.services import MAX_NEW_TOKENS, Services
 from tests.support.architectures import VOCAB_SIZE
 
-NUM_CLIENTS = 32  # most of them wait for what a lie has cost
+NUM_CLIENTS = 16  # most of them wait for what a lie has cost
 TIMEOUT_S = 60.0
 NUM_RESUMES = 30
 PROMPTS = [[number, 2 * number, 7] for number in range(1, 17)]
