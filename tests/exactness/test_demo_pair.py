@@ -10,6 +10,7 @@ from prometheus_client import REGISTRY
 
 from benchmarks.measure import held_out_prompts
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec.engine.native import has_pairs
 from tests.support.cluster import Cluster, cluster, patient_rounds
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -18,11 +19,20 @@ LARGE = 8  # sessions in a forward
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def served() -> AsyncIterator[Cluster]:
-    """The demo pair in float32."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "bfloat16"])
+async def served(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    """The demo pair, in types in which no position depends on its batch."""
+    if request.param == "bfloat16" and not has_pairs():
+        pytest.skip("this processor has no instructions for our kernel of bfloat16, or there is no kernel")
+    number_type = {"dtype": request.param}
     with patient_rounds() as patience_s:
-        async with cluster(MODELS / "target", MODELS / "draft", draft_timeout_s=patience_s) as running:
+        async with cluster(
+            MODELS / "target",
+            MODELS / "draft",
+            draft_timeout_s=patience_s,
+            target_settings=number_type,
+            draft_settings=number_type,
+        ) as running:
             yield running
 
 
@@ -65,6 +75,22 @@ async def test_64_sessions_at_once_are_as_alone(served: Cluster) -> None:
     assert drafted[0] == drafted[1]
     assert num_large >= 5, "else nothing was compared but sessions that were nearly alone"
     assert num_hits > 10
+
+
+async def test_greedy_text_is_that_of_plain_decoding(served: Cluster) -> None:
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=48, ignore_eos=True)
+    async with AsyncClient(served.address) as client:
+
+        async def run(prompt: str, num_draft_tokens: int) -> Completion:
+            speculation = SpeculationParams(num_draft_tokens=num_draft_tokens, drafter="model")
+            return await client.complete(prompt, sampling=greedy, speculation=speculation)
+
+        chosen = prompts()[:NUM_SESSIONS:6]
+        plain = await asyncio.gather(*(run(prompt, 0) for prompt in chosen))
+        for num_draft_tokens in (1, 4, 8):
+            drafted = [await run(prompt, num_draft_tokens) for prompt in chosen]
+            assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+            assert sum(each.statistics.num_accepted_tokens for each in drafted) > 0
 
 
 def large_batches() -> float:
