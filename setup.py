@@ -64,10 +64,8 @@ def _with_plugins(environment: Mapping[str, str]) -> dict[str, str]:
 # optional: without a C compiler, specdec is installed without it, and computes by torch's own kernels
 KERNELS = Extension(
     "specdec.engine._kernels",
-    sources=[f"specdec/engine/{name}_kernel.c" for name in ("attention", "layers", "linear")],
-    depends=[
-        f"specdec/engine/{name}.h" for name in ("kernels", "lanes", "attention_lanes", "layers_lanes", "linear_lanes")
-    ],
+    sources=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("specdec/engine/*.c")),
+    depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("specdec/engine/*.h")),
     libraries=["m"],
     extra_compile_args=["-std=gnu11", "-O2", "-g0"],
     optional=True,

@@ -212,7 +212,7 @@ MISTAKES = [
     Mistake(
         "a commit counts that too few replicas have",
         "coordinator.stores.client:RedisClient._execute",
-        "if waiting and replies[-1] < self._num_replicas:",
+        "if num_reached < num_replicas:",
         "if False:",
         3,
         FAILOVER,
@@ -220,8 +220,8 @@ MISTAKES = [
     Mistake(
         "replicas are not waited for",
         "coordinator.stores.client:RedisClient._execute",
-        "is_durable = bool(self._num_replicas and script)",
-        "is_durable = False",
+        "num_replicas = self._num_replicas if script else 0",
+        "num_replicas = 0",
         0,
         FAILOVER,
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 COMPILER = ("gcc", "libc6-dev")
 KERNEL_SOURCES = (
     *(f"{name}_kernel.c" for name in ("attention", "layers", "linear")),
-    *(f"{name}.h" for name in ("kernels", "lanes", "attention_lanes", "layers_lanes", "linear_lanes")),
+    *(f"{name}.h" for name in ("kernels", "lanes", "attention_lanes", "layers_lanes", "linear_int8", "linear_lanes")),
 )
 
 
