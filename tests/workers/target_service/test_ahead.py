@@ -223,7 +223,7 @@ async def test_nothing_is_left_of_a_stream_that_ends(
 @in_module_loop
 async def test_many_sessions_in_a_small_cache_get_their_texts(model_folder: Path, names: Iterator[str]) -> None:
     """Places change hands while rounds are scored ahead: what was evicted is told and sent again."""
-    settings = {"kv_cache_bytes": 1 << 16, "cache_turn_s": 0.05}
+    settings = {"kv_cache_bytes": 1 << 16, "cache_turn_s": 0.005}
     num_missed = {False: 0, True: 0}
     async with connected_target(model_folder, **settings) as small, connected_target(model_folder) as large:
 
