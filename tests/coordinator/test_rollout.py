@@ -18,7 +18,7 @@ from specdec.errors import ModelMismatchError
 from specdec.types import ModelInfo
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer, serving_coordinator, serving_target
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 
 NUM_SESSIONS = 8
 NUM_TOKENS = 300

@@ -17,8 +17,9 @@ from specdec.exact.prefix import chain
 from specdec.serving.local import CannotRun, Options
 from specdec.serving.local.preflight import check
 from specdec.types import Statistics, TokenOrigin
+from tests.support.ports import free_port
 from tests.support.redis_sentinel import NUM_REPLICAS, Failover, running_failover, wait_until
-from tests.support.redis_server import RedisServer, free_port
+from tests.support.redis_server import RedisServer
 
 NUM_FAILOVERS = int(os.environ.get("SENTINEL_FAILOVERS", "1"))
 NUM_SESSIONS = 16

@@ -12,7 +12,7 @@ import pytest_asyncio
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer, serving_coordinator
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 from tests.support.target_process import target_process
 
 in_module_loop = pytest.mark.asyncio(loop_scope="module")

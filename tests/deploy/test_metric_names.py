@@ -17,7 +17,8 @@ import pytest_asyncio
 
 from specdec import AsyncClient
 from tests.support.command_line import start
-from tests.support.measured_services import Services, free_ports, measured_services
+from tests.support.measured_services import Services, measured_services
+from tests.support.ports import free_ports
 from tests.support.running_up import children_of, is_alive
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

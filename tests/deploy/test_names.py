@@ -17,7 +17,7 @@ from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.settings import TargetSettings
 from tests.support.dns_server import dns_server
 from tests.support.manifests import OVERLAYS, containers, environment, named, render
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 
 NAME = "target.specdec.svc.cluster.local"
 SERVICE = "specdec.v1.TargetService"

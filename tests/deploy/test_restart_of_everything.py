@@ -12,7 +12,7 @@ from specdec.types import SamplingParams
 from tests.coordinator.test_private_redis import servers_of
 from tests.support.architectures import build
 from tests.support.cluster import save_tokenizer
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 
 NUM_TOKENS = 120
 SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.support.gateway import COMPLETION, OFFER, asked, connected, request
-from tests.support.redis_server import free_port
+from tests.support.ports import free_port
 from tests.support.scripted import WHOLE, Send, Service, sends, served
 
 

@@ -1,8 +1,7 @@
 """All services as processes of their own, each with a port for Prometheus."""
 
-import socket
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from specdec.serving.local import Options, running
 from specdec.timeline.receiver import SpanReceiver, receiving
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
+from tests.support.ports import free_ports
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,3 @@ async def measured_services(folder: Path) -> AsyncIterator[Services]:
     async with running(options, lambda *_: None) as stack:
         assert stack.http_address
         yield Services(stack.address, stack.http_address, (first, first + 1, first + 2, first + 3), model)
-
-
-def free_ports(count: int) -> int:
-    """Return the first of so many free ports in a row."""
-    while True:
-        with ExitStack() as stack:
-            listener = stack.enter_context(socket.socket())
-            listener.bind(("127.0.0.1", 0))
-            first: int = listener.getsockname()[1]
-            try:
-                for port in range(first + 1, first + count):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first

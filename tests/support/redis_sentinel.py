@@ -11,7 +11,8 @@ from pathlib import Path
 
 import redis
 
-from tests.support.redis_server import RedisServer, executable, free_port
+from tests.support.ports import free_port
+from tests.support.redis_server import RedisServer, executable
 
 SERVICE = "mymaster"
 NUM_REPLICAS, NUM_SENTINELS = 2, 3

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -12,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import redis
+
+from tests.support.ports import free_port
 
 START_TIMEOUT_S = 60.0  # a limit for a hanging machine; it starts in milliseconds
 COMMAND = "redis-server"
@@ -114,13 +115,6 @@ def executable() -> str:
             "(apt-get install redis-server, dnf install redis, brew install redis)"
         )
     return path
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from redis.retry import Retry
 
 from specdec.tls import TlsFiles
 from tests.support.manifests import REPOSITORY
-from tests.support.redis_server import executable, free_port
+from tests.support.ports import free_port
+from tests.support.redis_server import executable
 
 USER = "specdec"
 CONFIGURATION = REPOSITORY / "deploy" / "kubernetes" / "base" / "redis.conf"
