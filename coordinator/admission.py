@@ -24,7 +24,12 @@ SMOOTHING = 0.05  # weight of the latest measurement
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second
 MARGIN = 0.7
-CROWDED_MARGIN = 0.5  # of a tenant that has more than its share
+# the same where sessions are refused all the time: as many end a second with fewer at once, and each sooner. A burst
+# may queue, what is always too much may not (Nichols and Jacobson 2012, "Controlling Queue Delay")
+STANDING_MARGIN = 0.3
+STANDING_S = 1.0  # refusals over so long a time are no burst
+CALM_S = 2.0  # without a refusal for so long, it is over
+CROWDED_SHARE = 0.75  # of the margin, for a tenant that has more than its share
 TENANT_MEMORY_S = 60.0  # a tenant that came within this time has a share, also while it has no session
 UNKNOWN_TOKENS = 256  # of a text, before any has ended
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 10.0
@@ -55,6 +60,24 @@ class Smoothed:
 
 
 @dataclass(slots=True)
+class Refusals:
+    """Since when sessions have been refused without a pause, on the clock of Outside."""
+
+    first_s: float = -math.inf
+    last_s: float = -math.inf
+
+    def note(self, now_s: float) -> None:
+        """Take note of a refusal."""
+        if now_s - self.last_s > CALM_S:
+            self.first_s = now_s
+        self.last_s = now_s
+
+    def are_standing(self, now_s: float) -> bool:
+        """Whether there are more sessions than can be served, not only a burst of them."""
+        return now_s - self.last_s <= CALM_S and self.last_s - self.first_s >= STANDING_S
+
+
+@dataclass(slots=True)
 class Admission:
     """The sessions that are followed here, and what their tokens take."""
 
@@ -68,6 +91,7 @@ class Admission:
     _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that `_token_s` was measured with
     _fraction: Smoothed = field(default_factory=Smoothed)  # of the maximum that texts reach
     _session_s: Smoothed = field(default_factory=Smoothed)
+    _refusals: Refusals = field(default_factory=Refusals)  # for deadlines' sake
     _budgets: TokenBudgets = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,13 +161,17 @@ class Admission:
         token_s = self._token_s_with_one_more()
         if token_s is None:
             return
-        margin = CROWDED_MARGIN if self._has_more_than_its_share(tenant, now_s) else MARGIN
+        margin = STANDING_MARGIN if self._refusals.are_standing(now_s) else MARGIN
+        if self._has_more_than_its_share(tenant, now_s):
+            margin *= CROWDED_SHARE
         predicted_s = self.wait_s(num_prompt_tokens) + token_s * self._expected(num_tokens)
         if left_s is not None and predicted_s > margin * left_s:
+            self._refusals.note(now_s)
             problem = f"this one would take {predicted_s:.1f} s, and its caller waits {left_s:.1f} s"
             raise self._refusal(predicted_s - margin * left_s, problem, "own_deadline")
         late_s = max((self._late_s(ticket, token_s, margin, now_s) for ticket in self._tickets.values()), default=0.0)
         if late_s > 0:
+            self._refusals.note(now_s)
             raise self._refusal(late_s, "another one would make them miss their deadlines", "others_deadlines")
 
     def wait_s(self, num_prompt_tokens: int) -> float:

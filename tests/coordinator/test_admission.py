@@ -6,7 +6,16 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from coordinator.admission import CROWDED_MARGIN, MARGIN, TENANT_MEMORY_S, Admission, Ticket
+from coordinator.admission import (
+    CALM_S,
+    CROWDED_SHARE,
+    MARGIN,
+    STANDING_MARGIN,
+    STANDING_S,
+    TENANT_MEMORY_S,
+    Admission,
+    Ticket,
+)
 from coordinator.loads import ReportedLoads, TargetLoad
 from coordinator.session_ids import SessionName
 from coordinator.sessions import open_store
@@ -42,9 +51,14 @@ class World:
                 if ticket.num_done >= ticket.num_tokens:
                     self.end(ticket)
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: Ticket, *, is_complete: bool = True) -> None:
         self.tickets.remove(ticket)
-        self.admission.leave(ticket, is_complete=True)
+        self.admission.leave(ticket, is_complete=is_complete)
+
+    def empty(self) -> None:
+        """Let all sessions' clients leave."""
+        for ticket in list(self.tickets):
+            self.end(ticket, is_complete=False)
 
     def fill(self, tenant: str = "", left_s: float = 8.0) -> int:
         """Let sessions in until one is refused; return how many."""
@@ -80,6 +94,24 @@ def test_sessions_are_let_in_while_they_meet_their_deadlines(world: World) -> No
     world.run(LENGTH)
     assert world.now_s <= begin_s + 8.0
     assert world.fill() == int(8.0 * MARGIN), "as many again, once these have ended"
+
+
+def test_fewer_are_let_in_at_once_while_there_are_always_too_many(world: World) -> None:
+    num_burst = world.fill()
+    world.now_s += STANDING_S
+    world.fill()
+    world.empty()
+    assert num_burst == int(8.0 * MARGIN)
+    assert world.fill() == int(8.0 * STANDING_MARGIN)
+
+
+def test_a_burst_may_queue_again_after_a_pause(world: World) -> None:
+    world.fill()
+    world.now_s += STANDING_S
+    world.fill()
+    world.empty()
+    world.now_s += 1.1 * CALM_S
+    assert world.fill() == int(8.0 * MARGIN)
 
 
 def test_no_deadline_is_no_reason_to_refuse(world: World) -> None:
@@ -150,7 +182,7 @@ def test_refusals_say_when_to_come_back(world: World) -> None:
 def test_one_tenant_cannot_take_everything(world: World) -> None:
     world.enter("small")
     greedy = world.fill("greedy")
-    assert greedy == int(8.0 * CROWDED_MARGIN) - 1
+    assert greedy == int(8.0 * MARGIN * CROWDED_SHARE) - 1
     for _ in range(int(8.0 * MARGIN) - greedy - 1):
         world.enter("small")
 
