@@ -30,6 +30,7 @@ from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import joint_names, parts_of
+from coordinator.lookup import NO_MATCH, Match
 from coordinator.merging import merged, shares
 from specdec.exact.tree import longest_path
 from specdec.exact.values import Proposal, one_hot
@@ -153,7 +154,7 @@ class Fixed(PlanChooser):
         super().__init__(SharedStatistics(), [], 0)
         self._plan = plan
 
-    def choose(self, remaining_tokens: int, available: object = None) -> DraftPlan:
+    def choose(self, remaining_tokens: int, available: object = None, match: Match = NO_MATCH) -> DraftPlan:
         """Return it, as far as there is room."""
         count = min(self._plan.num_draft_tokens, remaining_tokens - 1)
         return DraftPlan(self._plan.drafter, count) if count > 0 else RESTING

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -59,7 +60,12 @@ async def measured_us(kind: str) -> float:
         """Finds token 1 a little less probable."""
 
         async def score(
-            self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+            self,
+            committed: list[int],
+            proposal: Proposal,
+            observes: bool = True,
+            plain_follows: bool = False,
+            plain_unless: Collection[int] = (),
         ) -> Scored:
             """Return the answers."""
             before = TargetDistribution((0.6, 0.3), 0.1, 3)

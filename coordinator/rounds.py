@@ -4,7 +4,7 @@ The next round runs while the last one's commit is in flight; only emission wait
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
@@ -14,6 +14,7 @@ from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
+from coordinator.lookup import LOOKUP, NO_MATCH, Match, TextLookup, continued
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
@@ -68,12 +69,18 @@ class RoundScorer(Protocol):
     """Scores a proposal with the target model."""
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         """Return the target's distributions at the N + 1 positions of a proposal of N tokens.
 
         `observes` is whether the target shall observe what the session's drafters asked for; `plain_follows`, whether
-        the next round will hardly draft, so that the target may go on with the token that it draws.
+        the next round will hardly draft, so that the target may go on with the token that it draws, unless that is one
+        of `plain_unless`.
         """
         ...
 
@@ -88,6 +95,7 @@ class RoundParts:
     chooser: PlanChooser
     outside: Outside = REAL
     forced: ForcedDrafter | None = None  # where the session has a grammar
+    lookup: TextLookup | None = None  # where the coordinator may draft what it finds in the text itself
 
     def forced_draft(self, generation: Generation) -> Proposal:
         """Return a draft of what the session's grammar forces, if that is worth a round."""
@@ -95,6 +103,16 @@ class RoundParts:
             return Proposal()
         proposal = self.forced.propose(generation.committed, len(generation.prompt), generation.remaining_tokens)
         return proposal if len(proposal) >= (MIN_FORCED if self.drafters else 1) else Proposal()
+
+
+@dataclass(frozen=True, slots=True)
+class AvailableDrafters:
+    """The names of those that are worth asking; a round that rests need not know them."""
+
+    drafters: Mapping[str, RoundDrafter]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, drafter in self.drafters.items() if drafter.available)
 
 
 async def _at_once() -> None:
@@ -154,7 +172,7 @@ class Comparing:
         self._asking: asyncio.Task[None] | None = None
         self._is_late = False  # a round has waited for it in vain
 
-    def begin(self, chosen: DraftPlan, available: Sequence[str], committed: Sequence[int]) -> None:
+    def begin(self, chosen: DraftPlan, available: Iterable[str], committed: Sequence[int]) -> None:
         """Ask another drafter than the chosen one, if that is due and none is being asked."""
         plan = None if self._asking else self._parts.chooser.choose_compared(chosen, available)
         if plan:
@@ -206,22 +224,33 @@ async def draft(
     return again, fallen, None if drafted.has_failed else Missed(plan, drafted.proposal, drafted.elapsed_s)
 
 
+async def _drafted(
+    parts: RoundParts, committed: list[int], chosen: DraftPlan, match: Match
+) -> tuple[DraftPlan, Drafted, Missed | None]:
+    """Draft what was looked up, or as `draft` does."""
+    if match.num_tokens and chosen.drafter == LOOKUP:
+        return chosen, Drafted(continued(committed, match, chosen.num_draft_tokens)), None
+    parts.chooser.compare_lookup(len(committed))
+    return await draft(parts.drafters, committed, chosen)
+
+
 async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, num_new: int = 0) -> Round:
     """Draft, score, accept; return what is to be committed. The last round here, if any, committed `num_new` tokens."""
     if forced := parts.forced_draft(generation):
         return await _run_forced_round(generation, parts, forced)
     begin = parts.outside.now_s()
     await comparing.wait()
-    available = [name for name, drafter in parts.drafters.items() if drafter.available]
-    chosen = parts.chooser.choose(generation.remaining_tokens, available)
-    plan, drafted, missed = await draft(parts.drafters, generation.committed, chosen)
+    available = AvailableDrafters(parts.drafters)
+    match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
+    chosen = parts.chooser.choose(generation.remaining_tokens, available, match)
+    plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match)
     proposal = drafted.proposal
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    scored = await parts.scorer.score(
-        generation.committed, proposal, plan.observes, _is_plain_next(generation, parts, plan)
-    )
+    is_plain_next = _is_plain_next(generation, parts, plan)
+    unless = _found_after(generation, parts) if is_plain_next else ()
+    scored = await parts.scorer.score(generation.committed, proposal, plan.observes, is_plain_next, unless)
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
     parts.chooser.settle(generation.committed)
@@ -245,6 +274,15 @@ def _is_plain_next(generation: Generation, parts: RoundParts, plan: DraftPlan) -
     """Return whether the target shall go on with the round after this one, as if that had no draft tokens either."""
     goes_on = not parts.drafters or parts.chooser.expects_plain_after(plan)
     return goes_on and generation.remaining_tokens > 1
+
+
+def _found_after(generation: Generation, parts: RoundParts) -> Collection[int]:
+    """Return the tokens after which the next round would draft what is looked up then."""
+    if parts.lookup is None:
+        return ()
+    successors = parts.lookup.successors(generation.committed)
+    drafted = parts.chooser.drafted_of(successors.values()) if successors else ()
+    return [token for token, num_tokens in successors.items() if num_tokens in drafted]
 
 
 async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal) -> Round:

@@ -12,7 +12,8 @@ from coordinator.generation import Generation, Round
 from coordinator.grammars import ForcedDrafter
 from coordinator.healing import heal, told
 from coordinator.joint_drafter import JointDrafter
-from coordinator.rounds import RoundParts, run_rounds
+from coordinator.lookup import TextLookup
+from coordinator.rounds import RoundDrafter, RoundParts, run_rounds
 from coordinator.session_record import SessionRecord
 from coordinator.session_replies import SessionCancelled
 from coordinator.sessions import Beat, SessionStore
@@ -33,11 +34,13 @@ class WorkerHandles:
     rule: AcceptanceRule
     chooser: PlanChooser
     joint: Mapping[str, JointDrafter] = field(default_factory=dict)  # of several of them, by name
+    lookup: TextLookup | None = None  # where the coordinator drafts as well
 
     @property
     def parts(self) -> RoundParts:
         """What the rounds need of them."""
-        return RoundParts({**self.drafters, **self.joint}, self.scorer, self.rule, self.chooser)
+        drafters: Mapping[str, RoundDrafter] = {**self.drafters, **self.joint}
+        return RoundParts(drafters, self.scorer, self.rule, self.chooser, lookup=self.lookup)
 
     async def close(self) -> None:
         """End the session at the workers, so that they free its cache."""

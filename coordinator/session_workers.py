@@ -12,6 +12,7 @@ from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.draft import DraftLimits, DraftWorkers, OfferedDrafter, SessionDrafter
 from coordinator.joint_drafter import joint_drafters
 from coordinator.joint_names import AND, joint_names
+from coordinator.lookup import TextLookup
 from coordinator.observing import joined
 from coordinator.pool.pool import WorkerPool
 from coordinator.running import WorkerHandles
@@ -60,6 +61,7 @@ class SessionWorkers:
         rule = speculation.acceptance_rule or DEFAULT_RULE
         drafters = self._drafters(session, model, speculation.drafter or "", offered, observed)
         names = _names(offered, speculation.drafter)
+        looks_up = bool(offered) and not speculation.drafter and speculation.num_draft_tokens is None
         return WorkerHandles(
             scorer=self._workers.target.open(session, model.vocab_size, observed, rule, capabilities.ask_soon),
             drafters=drafters,
@@ -71,7 +73,9 @@ class SessionWorkers:
                 self._max_draft_tokens,
                 speculation.num_draft_tokens,
                 is_greedy=is_greedy,
+                looks_up=looks_up,
             ),
+            lookup=TextLookup() if looks_up else None,
         )
 
     def _offered(self, speculation: SpeculationParams) -> Mapping[str, OfferedDrafter]:

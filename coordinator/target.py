@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -147,7 +147,12 @@ class SessionScorer:
         self._num_prompt_tokens = num_prompt_tokens
 
     async def score(
-        self, committed: Sequence[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: Sequence[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer.
 
@@ -157,7 +162,7 @@ class SessionScorer:
         begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
         while True:
             try:
-                return await self._score(committed, proposal, observes, plain_follows)
+                return await self._score(committed, proposal, observes, plain_follows, plain_unless)
             except RETRIED as error:
                 failures[type(error)] += 1
                 await self._prepare_retry(error)
@@ -200,10 +205,18 @@ class SessionScorer:
             return UnavailableError(f"{message} (last: {error})", error.retry_after_s)
         return error
 
-    async def _score(self, committed: Sequence[int], proposal: Proposal, observes: bool, plain_follows: bool) -> Scored:
+    async def _score(
+        self,
+        committed: Sequence[int],
+        proposal: Proposal,
+        observes: bool,
+        plain_follows: bool,
+        plain_unless: Collection[int],
+    ) -> Scored:
         def message(start: int, tokens: Sequence[int], prefix_digest: bytes, number: int) -> target_pb2.ScoreRequest:
             score = codec.score_to_proto(start, tokens, proposal, observes)
             score.prefix_digest, score.round, score.plain_follows = prefix_digest, number, plain_follows
+            score.plain_unless.extend(plain_unless)
             score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 

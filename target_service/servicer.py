@@ -28,6 +28,7 @@ from target_service.metrics import METRICS
 from target_service.observing import Observing, observing_from_proto
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
+MAX_UNLESS = 64  # tokens after which a plain round does not follow
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
 
 
@@ -88,7 +89,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         given, request = self._checked(message), observing.of_round(message)
         task = ahead.take(given, request) or self._scorer.task(session, given, request, match)
         if message.plain_follows and self._may_go_on(session, given):
-            ahead.begin(task, request)
+            ahead.begin(task, request, message.plain_unless)
         try:
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
@@ -118,6 +119,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
         if num_drafted > MAX_DRAFT_TOKENS:
             raise InvalidArgumentError({"score.draft_tokens": f"has {num_drafted}; the maximum is {MAX_DRAFT_TOKENS}"})
+        if len(message.plain_unless) > MAX_UNLESS:
+            raise InvalidArgumentError({"score.plain_unless": f"has {len(message.plain_unless)}; at most {MAX_UNLESS}"})
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
             holds = f"this worker's context holds {self._model.context_length}"

@@ -3,10 +3,11 @@
 The choice is made before the round draws anything, and each round has fresh randomness, so it may depend on all earlier
 rounds without changing the distribution. What other drafters would have had accepted is seen in proposals that no round
 uses, asked for while the target scores. Plans other than the best one are tried now and then; the time that trials lose
-stays below a share of all time. A session in which nothing pays rests.
+stays below a share of all time. A session in which nothing pays rests. What the coordinator has looked up itself is
+drafted in whichever round it pays, also in a rest.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,16 +17,21 @@ from coordinator.choosing.comparisons import Comparisons, Unused, is_chosen
 from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.costs import Counts
 from coordinator.choosing.estimates import JOINT_LENGTH, Estimates
+from coordinator.choosing.lookups import Lookups
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Estimate, RoundOutcome, Trial
 from coordinator.choosing.rest import AWAKE_ROUNDS, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import AND
+from coordinator.lookup import LOOKUP, NO_MATCH, Match
 from specdec.exact.values import Proposal
 from specdec.types import MAX_DRAFT_TOKENS
 
 LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, *range(32, MAX_DRAFT_TOKENS + 1, 8)])
 PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
+# where it promises less than this, a session rests long, and looks at nothing: greedy texts often begin to repeat
+# themselves, and then a draft pays that did not before; drawn ones hardly do
+CLEAR_LOSS, CLEAR_GREEDY_LOSS = 0.95, 0.85
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
 MIN_BUSY_SESSIONS = 3  # at the target worker: its forwards run for others anyway
@@ -42,6 +48,7 @@ class PlanChooser:
         maximum: int,
         num_draft_tokens: int | None = None,
         is_greedy: bool = False,
+        looks_up: bool = False,
     ) -> None:
         self._costs, self._exploration = shared.costs, shared.exploration
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
@@ -52,13 +59,24 @@ class PlanChooser:
         self._comparisons = Comparisons()
         self._next_compared = list(drafters)  # drafters whose unused proposals can be compared, in turn
         self._rest = Rest()
+        self._clear_loss = CLEAR_GREEDY_LOSS if is_greedy else CLEAR_LOSS
+        self._is_scout = shared.is_scout()
+        self._lookups = Lookups(shared, self._maximum, is_greedy) if looks_up and self._maximum else None
+        self._match = NO_MATCH  # what this round has looked up
+        self._best: Estimate | None = None  # when plans were weighed last; None: plain decoding
         self._has_observed = False  # the target, for the drafters of this session: its prompt at least
 
-    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+    ) -> DraftPlan:
         """Return the plan of a round that may commit at most `remaining_tokens` tokens, one of which closes it.
 
-        `available` are the drafters whose workers answer; None: all.
+        `available` are the drafters whose workers answer; None: all. `match` is what the coordinator has looked up.
         """
+        self._match = match
+        if looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum)):
+            self._trial = None
+            return looked_up
         if self._rest.goes_on(self._costs.num_sessions):
             return RESTING
         names = set(self._acceptance if available is None else available)
@@ -78,6 +96,24 @@ class PlanChooser:
         if unknown or not self._costs.knows_scoring:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
+
+    def _plan_lookup(self, maximum: int) -> DraftPlan | None:
+        """Return the plan that drafts what was looked up, if that is better than any other."""
+        if self._lookups is None or not self._match.num_tokens or maximum < 1 or not self._costs.knows_scoring:
+            return None
+        found = self._lookups.best(self._match.num_tokens, self._lengths(maximum))
+        return replace(found.plan, observes=not self._rest.follows) if self._is_better(found) else None
+
+    def _is_better(self, found: Estimate) -> bool:
+        """Return whether a lookup promises more than all else."""
+        return found.speed > MIN_GAIN * max(1 / self._costs.plain_s(), self._best.speed if self._best else 0.0)
+
+    def drafted_of(self, lengths: Collection[int]) -> Collection[int]:
+        """Return which lengths of a match, in tokens, a round would draft, as far as that is known now."""
+        if self._lookups is None or not self._costs.knows_scoring:
+            return ()
+        lookups, numbers = self._lookups, self._lengths(self._maximum)
+        return {length for length in set(lengths) if self._is_better(lookups.best(length, numbers))}
 
     def expects_plain_after(self, plan: DraftPlan) -> bool:
         """Return whether the target shall score the round after a chosen one ahead, as a plain one.
@@ -131,12 +167,21 @@ class PlanChooser:
         for plan, num_drafted, path, weight in self._comparisons.settled(committed):
             if plan.drafter is not None:
                 self._observe_acceptance(plan.drafter, plan.num_draft_tokens, num_drafted, path, weight)
+        if self._lookups:
+            self._lookups.settle(committed)
+
+    def compare_lookup(self, base_length: int) -> None:
+        """Note that a round after `base_length` tokens does not draft what was looked up for it."""
+        if self._lookups:
+            self._lookups.compare(self._match, base_length)
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round. What was missed in it is no part of that, but an unused proposal."""
         plan, missed = outcome.plan, outcome.missed
         elapsed_s = outcome.draft_s + outcome.score_s + outcome.other_s + (missed.elapsed_s if missed else 0.0)
-        if plan.drafter is not None:
+        if self._lookups and plan.drafter == LOOKUP:
+            self._lookups.observe(self._match, outcome.num_drafted, len(outcome.path))
+        elif plan.drafter is not None:
             self._observe_acceptance(plan.drafter, plan.num_draft_tokens, outcome.num_drafted, outcome.path)
         self._has_observed |= plan.observes
         if not outcome.has_prefill:
@@ -151,11 +196,11 @@ class PlanChooser:
         plan, missed = outcome.plan, outcome.missed
         asked = [(plan, outcome.draft_s), *([(missed.plan, missed.elapsed_s)] if missed else [])]
         for each, elapsed_s in asked:
-            if each.drafter is not None:
+            if each.drafter is not None and not (self._lookups and each.drafter == LOOKUP):
                 self._costs.observe_draft(each.drafter, each.num_draft_tokens, elapsed_s)
         if plan.observes:
             self._costs.age_unused(set(self._acceptance) - {each.drafter for each, _ in asked})
-        scored = plan.drafter if plan.observes else RESTING_ROUNDS
+        scored = plan.drafter if plan.observes or plan.drafter else RESTING_ROUNDS
         self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions, scored)
         self._costs.observe_other(not plan.observes, outcome.other_s)
 
@@ -172,8 +217,13 @@ class PlanChooser:
         known = self._estimates.of([name for name in drafters if name not in forgotten], lengths)
         known += self._estimates.with_fallbacks(known, lengths)
         best = max(known, key=lambda estimate: estimate.speed, default=plain)
+        is_clear = not self._is_fixed and best.speed < self._clear_loss * plain.speed
         if not self._is_fixed and best.speed <= MIN_GAIN * plain.speed:
             best = plain
+        self._best = None if best is plain else best
+        if is_clear and not self._is_scout:
+            self._rest.begin_long()
+            return RESTING
         tried = None
         if self._exploration.is_due:
             others = (*known, *([] if self._is_fixed else [plain]), *self._estimates.longer(best, lengths))

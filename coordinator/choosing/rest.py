@@ -5,6 +5,9 @@ compared, plans are weighed. So a session that has decoded plainly for a while r
 for a few rounds in between. A great change of load wakes it, as that may change what pays. The target scores rounds of
 a rest ahead, as it knows that another one follows, so they are faster than any other plain round.
 
+Where drafts would clearly lose by what all sessions have seen, a session rests long from its first round on, so that
+the target need not even observe its prompt. Some sessions are scouts, which look all the same.
+
 At a busy target a round awake costs twice one of a rest: it misses the forward that the others share. There a session
 rests after its first round, and goes on resting where plans are weighed again and nothing is to be tried or compared.
 """
@@ -49,5 +52,12 @@ class Rest:
             return
         self._num_plain += 1
         if self._num_plain >= num_rounds:
-            self._num_plain, self._num_sessions = 0, None
-            self._left, self._length = self._length, min(2 * self._length, LONGEST_REST)
+            self._begin(self._length)
+            self._length = min(2 * self._length, LONGEST_REST)
+
+    def begin_long(self) -> None:
+        """Begin a rest as long as any."""
+        self._begin(LONGEST_REST)
+
+    def _begin(self, length: int) -> None:
+        self._num_plain, self._num_sessions, self._left = 0, None, length

@@ -4,6 +4,8 @@ from coordinator.choosing.acceptance_history import AcceptanceHistory
 from coordinator.choosing.costs import Costs
 from coordinator.choosing.exploration import Exploration
 
+FIRST_SCOUTS = 8  # sessions, from which the others learn
+SESSIONS_PER_SCOUT = 8  # after these
 MAX_SEEDS = 100_000  # remembered; what older sessions accepted has decayed
 
 
@@ -14,11 +16,17 @@ class SharedStatistics:
         self.costs = costs or Costs()
         self.exploration = Exploration()
         self._acceptance: dict[tuple[str, bool], AcceptanceHistory] = {}
+        self._num_begun = 0  # sessions
         self._seeds: dict[int, None] = {}  # in the order in which they came
 
     def acceptance(self, drafter: str, is_greedy: bool) -> AcceptanceHistory:
         """Return a drafter's history over greedy, or over sampled, sessions."""
         return self._acceptance.setdefault((drafter, is_greedy), AcceptanceHistory())
+
+    def is_scout(self) -> bool:
+        """Return whether a session that begins looks for better plans even where drafts have clearly lost of late."""
+        self._num_begun += 1
+        return self._num_begun <= FIRST_SCOUTS or self._num_begun % SESSIONS_PER_SCOUT == 0
 
     def for_seed(self, seed: int | None) -> "SharedStatistics":
         """Return what a session may learn from; `seed` is None for a greedy one, whose text no draw decides.

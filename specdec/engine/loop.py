@@ -195,7 +195,8 @@ class EngineLoop(WorkerThread[TaskT]):
 
     def _begin_after(self, previous: Task[Any], task: Task[Any]) -> None:
         """Let a task arrive, unless what it follows has failed or its session is over."""
-        if previous.submission.error or task.submission.abandoned or task.key in self._forgotten:
+        is_over = previous.submission.error or task.submission.abandoned or task.key in self._forgotten
+        if is_over or not task.is_wanted_after(previous):
             task.fail(EngineError("the task that it follows failed, or was the last one"))
             task.state = TaskState.ENDED
             self._deliver_end(task)

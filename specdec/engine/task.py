@@ -151,6 +151,10 @@ class Task(Generic[ResultT]):
             prefix_digest=self.prefix_digest,
         )
 
+    def is_wanted_after(self, previous: "Task[Any]") -> bool:
+        """Return whether this one shall run at all, now that the one that it follows has ended well."""
+        return True
+
     def begin_after(self, previous: "Task[Any]") -> None:
         """Take from a task that has ended well, in the same loop, what this one follows: see `EngineLoop.follow`."""
 

@@ -1,7 +1,7 @@
 """The loop: what is committed when, what ends it, that commits are awaited, and who gets the observations."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -11,6 +11,7 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import MIN_FOUND, PLAIN, RESTING, DraftPlan, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
+from coordinator.lookup import NO_MATCH, Match
 from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.acceptance import TokenRule
@@ -56,7 +57,12 @@ class TracedScorer(ToyScorer):
     promised: list[bool] = field(default_factory=list)  # of each call: that a plain round follows
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         number = sum(kind == "score" for kind, _ in self.trace.events)
         self.trace.events.append(("score", number))
@@ -64,7 +70,7 @@ class TracedScorer(ToyScorer):
         waiting = self.before(number)
         if waiting is not None:
             await waiting
-        return await ToyScorer.score(self, committed, proposal, observes, plain_follows)
+        return await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
 
 
 class Rounds:
@@ -324,9 +330,14 @@ class ReplacedScorer(TracedScorer):
     """A worker that had to read everything in the fourth round."""
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
-        scored = await TracedScorer.score(self, committed, proposal, observes, plain_follows)
+        scored = await TracedScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
         number = sum(kind == "score" for kind, _ in self.trace.events)
         return replace(scored, num_fed=41) if number == 4 else scored
 
@@ -424,7 +435,9 @@ class AlwaysCompares(PlanChooser):
     def __init__(self) -> None:
         super().__init__(SharedStatistics(), [TOY, "other"], 8)
 
-    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+    ) -> DraftPlan:
         return DraftPlan(TOY, min(3, remaining_tokens - 1))
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
@@ -494,7 +507,9 @@ class FailingDrafter(ToyDrafter):
 class AlwaysRests(PlanChooser):
     """Rests from the beginning."""
 
-    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+    ) -> DraftPlan:
         return RESTING
 
 
@@ -520,7 +535,9 @@ class FallsBack(RecordingChooser):
         super().__init__(3)
         self.unused: list[tuple[str | None, int]] = []
 
-    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+    ) -> DraftPlan:
         room = min(3, remaining_tokens - 1)
         return DraftPlan("lookup", room, fallback=DraftPlan(TOY, room)) if room else PLAIN
 

@@ -26,6 +26,7 @@ from benchmarks.judging import (
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import DraftPlan
 from coordinator.choosing.shared_statistics import SharedStatistics
+from coordinator.lookup import NO_MATCH, Match
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
@@ -340,9 +341,11 @@ class NotingChooser(PlanChooser):
         super().__init__(shared, drafters, maximum)
         self.drafters: list[str | None] = []
 
-    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+    ) -> DraftPlan:
         """Choose, and note."""
-        plan = super().choose(remaining_tokens, available)
+        plan = super().choose(remaining_tokens, available, match)
         self.drafters.append(plan.drafter)
         return plan
 

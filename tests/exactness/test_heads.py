@@ -5,7 +5,7 @@ production loop, many sessions at once, and one drafter serves all generations.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -158,12 +158,17 @@ class ObservedTarget(ToyScorer):
     num_seen: int = 0
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         """Return the answers with observations."""
         assert isinstance(self.model, KnownTarget)
         assert self.model.table
-        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows)
+        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
         states = [self.model.table.states_at(committed, self.layers)[self.num_seen :]]
         for token in range(len(proposal)):
             path = [proposal.tokens[index] for index in path_to(token + 1, proposal.tree)]

@@ -6,6 +6,7 @@ each drafts from what those before it left.
 
 import asyncio
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,10 +82,15 @@ class RankingScorer(ToyScorer):
     """Also sends all tokens, the most probable first, at the last committed token and at each draft token."""
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows)
+        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
         if not observes:
             return scored
         ranked = self.distributions(tuple(committed), proposal).argsort(dim=-1, descending=True).tolist()

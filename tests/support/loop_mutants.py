@@ -9,6 +9,7 @@ import torch
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import DraftPlan
 from coordinator.choosing.shared_statistics import SharedStatistics
+from coordinator.lookup import NO_MATCH, Match
 from coordinator.rounds import Drafted
 from specdec.exact import randomness
 from specdec.exact.acceptance import TokenRule
@@ -151,7 +152,9 @@ class PlanFromRejected(PlanChooser):
         super().__init__(SharedStatistics(), [TOY], maximum=3)
         self.last = Proposal()
 
-    def choose(self, remaining_tokens: int, available: Iterable[str] | None = None) -> DraftPlan:
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+    ) -> DraftPlan:
         """Return K: none after a proposal whose second token came out unlikely."""
         steps = list(zip(self.last.tokens, self.last.distributions, strict=True))
         unlikely = any(prob_of(distribution, token) < 0.4 for token, distribution in steps[1:2])

@@ -1,7 +1,7 @@
 """A coordinator with toy workers and a real store: production service, registry and rounds, no network."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Any
 
@@ -55,10 +55,15 @@ class Scorer(ToyScorer):
     before: Callable[[int], Any]
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         await self.before(len(committed) - len(PROMPT))
-        return await super().score(committed, proposal, observes, plain_follows)
+        return await super().score(committed, proposal, observes, plain_follows, plain_unless)
 
     async def close(self) -> None:
         self.num_closed += 1

@@ -3,7 +3,7 @@
 They use the production sampling code, keys and supports; only the models are matrices.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -253,7 +253,12 @@ class ToyScorer:
     seed: int
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         """Return the target's answers at the N + 1 positions."""
         probs, outside = self.answer(tuple(committed), proposal)
@@ -295,10 +300,15 @@ class ObservedScorer(ToyScorer):
     """Also observes its most probable next token at the last committed token and at each draft token."""
 
     async def score(
-        self, committed: list[int], proposal: Proposal, observes: bool = True, plain_follows: bool = False
+        self,
+        committed: list[int],
+        proposal: Proposal,
+        observes: bool = True,
+        plain_follows: bool = False,
+        plain_unless: Collection[int] = (),
     ) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows)
+        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
         if not observes:
             return scored
         tops = self.distributions(tuple(committed), proposal).argmax(dim=-1).tolist()

@@ -1,0 +1,166 @@
+"""What the coordinator looks up in a session's text, and when it drafts that."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.lookups import COMPARED_LENGTH, SHORTEST_OF, Lookups
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.shared_statistics import FIRST_SCOUTS, SESSIONS_PER_SCOUT, SharedStatistics
+from coordinator.lookup import (
+    FIRST_SLOTS,
+    LONGEST,
+    LOOKUP,
+    MAX_READ,
+    NO_MATCH,
+    SHORTEST,
+    Match,
+    TextLookup,
+    continued,
+    num_common,
+)
+
+ROOM = 1000
+
+
+def longest(tokens: Sequence[int]) -> int:
+    """Return the length of the longest earlier match of a text's end, found by trying all."""
+    return max((num_common(tokens, place, len(tokens)) for place in range(SHORTEST, len(tokens))), default=0)
+
+
+@pytest.mark.parametrize("num_kinds", [2, 4, 30, 5000])
+def test_the_longest_match_is_found_in_a_growing_text(num_kinds: int) -> None:
+    """Also after the table has grown, and with many tokens a round. Of frequent pairs only some places are tried."""
+    source, tokens, lookup, shorter = random.Random(num_kinds), list[int](), TextLookup(), 0
+    while len(tokens) < 2 * FIRST_SLOTS:
+        tokens += source.choices(range(num_kinds), k=source.randrange(1, 40))
+        match, best = lookup.find(tokens), longest(tokens)
+        assert match.num_tokens == num_common(tokens, match.position, len(tokens)) or match == NO_MATCH
+        assert match.num_tokens <= best
+        shorter += match.num_tokens < (best if best >= SHORTEST else 0)
+    assert shorter == 0 or num_kinds < 30
+
+
+def test_a_loop_goes_on_as_a_loop() -> None:
+    lookup, tokens = TextLookup(), [7, 8, 1, 2, 3, 1, 2, 3, 1, 2]
+    match = lookup.find(tokens)
+    assert (match.position, match.num_tokens) == (7, 5)
+    assert continued(tokens, match, 7).tokens == (3, 1, 2, 3, 1, 2, 3)
+    assert all(
+        distribution.token_ids == (token,)
+        for distribution, token in zip(continued(tokens, match, 3).distributions, (3, 1, 2), strict=True)
+    )
+
+
+def test_a_long_prompt_is_read_in_parts() -> None:
+    tokens, lookup = [*range(3 * MAX_READ + 1), 5, 6], TextLookup()
+    found = [lookup.find(tokens).num_tokens for _ in range(4)]
+    assert found == [0, 0, 0, 2]
+
+
+def test_successors_are_the_tokens_that_would_have_a_match() -> None:
+    lookup, tokens = TextLookup(), [9, 4, 1, 9, 4, 2, 8, 4, 3, 9, 4]
+    lookup.find(tokens)
+    expected = {token: length for token in (1, 2, 3) if (length := longest([*tokens, token])) >= SHORTEST}
+    assert lookup.successors(tokens) == expected == {1: 3, 2: 3, 3: 2}
+
+
+@pytest.mark.parametrize("tokens", [[], [3], [3, 3]])
+def test_short_texts_have_no_match(tokens: list[int]) -> None:
+    assert TextLookup().find(tokens) == NO_MATCH
+    assert all(length >= SHORTEST for length in TextLookup().successors(tokens).values())
+
+
+def chooser_of(shared: SharedStatistics, *, looks_up: bool = True, fixed: int | None = None) -> PlanChooser:
+    return PlanChooser(shared, ["a"], 32, fixed, looks_up=looks_up)
+
+
+def known_costs() -> SharedStatistics:
+    """Return the costs of a target whose draft tokens cost 0.03 of a forward each, and of a worthless drafter."""
+    shared = SharedStatistics()
+    chooser = PlanChooser(shared, ["a"], 32)
+    for k in [0, 4, 8, 2] * 20:
+        plan = DraftPlan("a", k) if k else PLAIN
+        chooser.observe(RoundOutcome(plan, k, (), 0.2, 1 + 0.03 * k))
+    return shared
+
+
+def teach(shared: SharedStatistics, num_tokens: int, num_accepted: int, count: int = 60) -> None:
+    lookups = Lookups(shared, 32, is_greedy=False)
+    for _ in range(count):
+        lookups.observe(Match(5, num_tokens), COMPARED_LENGTH, num_accepted)
+
+
+def test_each_round_decides_by_its_own_match() -> None:
+    shared = known_costs()
+    teach(shared, 2, 0)
+    teach(shared, 9, 12)
+    chooser = chooser_of(shared)
+    assert chooser.choose(ROOM, match=Match(5, 2)).drafter != LOOKUP
+    plan = chooser.choose(ROOM, match=Match(5, 9))
+    assert plan.drafter == LOOKUP
+    assert plan.num_draft_tokens >= 8
+    assert chooser.choose(4, match=Match(5, 9)).num_draft_tokens <= 3, "the last token closes the round"
+    assert chooser.drafted_of([2, 9, 12]) == {9, 12}
+    assert not chooser.expects_plain_after(plan)
+
+
+def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
+    shared = known_costs()
+    teach(shared, 9, 12)
+    chooser = chooser_of(shared)
+    for _ in range(20):
+        if (plan := chooser.choose(ROOM)) == RESTING:
+            break
+        chooser.observe(RoundOutcome(plan, 0, (), 0.0, 1.0))
+    plan = chooser.choose(ROOM, match=Match(5, 9))
+    assert (plan.drafter, plan.observes) == (LOOKUP, False)
+    chooser.observe(RoundOutcome(plan, plan.num_draft_tokens, (0,), 0.0, 1.2))
+    assert chooser.choose(ROOM) == RESTING
+
+
+def test_rounds_that_draft_nothing_tell_what_a_match_is_worth() -> None:
+    shared = known_costs()
+    chooser = chooser_of(shared)
+    before = shared.acceptance(f"{LOOKUP} 3", is_greedy=False).accept_probs[0]
+    text = [1, 2, 3, 4, 1, 2, 3]
+    for _ in range(12):
+        chooser.choose(ROOM, match=Match(3, 3))
+        chooser.compare_lookup(len(text))
+        chooser.settle([*text, 9])
+    assert shared.acceptance(f"{LOOKUP} 3", is_greedy=False).accept_probs[0] < 0.5 * before
+
+
+def test_a_comparison_waits_for_the_text() -> None:
+    shared = SharedStatistics()
+    lookups, text = Lookups(shared, 32, is_greedy=True), [1, 2, 3, 4, 1, 2, 3]
+    history = shared.acceptance(f"{LOOKUP} 3", is_greedy=True)
+    before = history.accept_probs.copy()
+    lookups.compare(Match(3, 3), len(text))
+    lookups.settle(text)
+    lookups.settle([*text, 4, 1])
+    assert (history.accept_probs == before).all()
+    lookups.settle([*text, 4, 1, 7])
+    assert (history.accept_probs != before).any()
+
+
+def test_without_lookups_a_match_changes_nothing() -> None:
+    shared = known_costs()
+    teach(shared, 9, 12)
+    for chooser in (chooser_of(shared, looks_up=False), chooser_of(shared, looks_up=False, fixed=4)):
+        assert chooser.choose(ROOM, match=Match(5, 9)).drafter != LOOKUP
+        assert not chooser.drafted_of([9])
+
+
+def test_every_length_has_a_class() -> None:
+    assert SHORTEST_OF[0] == SHORTEST
+    assert SHORTEST_OF[-1] <= LONGEST
+
+
+def test_some_sessions_are_scouts() -> None:
+    shared = SharedStatistics()
+    scouts = [shared.is_scout() for _ in range(FIRST_SCOUTS + 10 * SESSIONS_PER_SCOUT)]
+    assert all(scouts[:FIRST_SCOUTS])
+    assert sum(scouts) == FIRST_SCOUTS + 10
