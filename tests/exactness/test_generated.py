@@ -26,7 +26,7 @@ from benchmarks.judging import (
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import DraftPlan
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.lookup import NO_MATCH, Match
+from coordinator.lookup import LOOKUP, NO_MATCH, Match, TextLookup
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
@@ -334,11 +334,33 @@ async def test_chosen_drafters_leave_the_targets_distribution() -> None:
     assert min(used[name] for name in kinds) > 10
 
 
+@pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token rule", "block rule"])
+async def test_what_the_coordinator_looks_up_leaves_the_targets_distribution(rule: AcceptanceRule) -> None:
+    """Whether a round drafts depends on the text so far, and on what earlier texts accepted."""
+    case = Case(prompt=(0, 1, 2, 0, 1, 3, 0, 2, 1, 0, 1), num_tokens=6, rule=rule)
+    draft, target = case.models()
+    shared, used, generated = SharedStatistics(), Counter[str | None](), []
+    for seed in range(3 * NUM_GENERATIONS):
+        chooser = NotingChooser(shared, ["toy"], MAX_DRAFT_TOKENS, looks_up=True)
+        drafters = {"toy": ToyDrafter(draft, seed)}
+        lookup = TextLookup()
+        result = await generate_with(drafters, ToyScorer(target, seed), chooser, 6, rule, lookup)
+        generated.append(result.tokens[:NUM_TOKENS])
+        used.update(chooser.drafters)
+    judged = judge(generated, case)
+    print(f"{judged}; {used}")
+    assert judged.p_value > REJECT_BELOW
+    assert used[LOOKUP] > NUM_GENERATIONS
+    assert used[LOOKUP] < 0.9 * used.total()
+
+
 class NotingChooser(PlanChooser):
     """Notes the drafters that it chose."""
 
-    def __init__(self, shared: SharedStatistics, drafters: Sequence[str], maximum: int) -> None:
-        super().__init__(shared, drafters, maximum)
+    def __init__(
+        self, shared: SharedStatistics, drafters: Sequence[str], maximum: int, *, looks_up: bool = False
+    ) -> None:
+        super().__init__(shared, drafters, maximum, looks_up=looks_up)
         self.drafters: list[str | None] = []
 
     def choose(

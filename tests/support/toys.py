@@ -16,6 +16,7 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.joint_drafter import JointDrafter
+from coordinator.lookup import TextLookup
 from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
 from specdec.exact import randomness
 from specdec.exact.acceptance import AcceptanceRule, TokenRule
@@ -368,15 +369,16 @@ async def generate_with(
     chooser: PlanChooser,
     num_tokens: int = NUM_TOKENS,
     rule: AcceptanceRule | None = None,
+    lookup: TextLookup | None = None,
 ) -> GenerationResult:
-    """Generate through the production loop, with several drafters."""
+    """Generate through the production loop, with several drafters, and with what the coordinator looks up."""
     generation = new_generation(scorer.model, scorer.seed, num_tokens)
     rounds: list[Round] = []
 
     async def commit(finished_round: Round) -> None:
         rounds.append(finished_round)
 
-    parts = RoundParts(drafters, scorer, rule or TokenRule(), chooser, TIMELESS)
+    parts = RoundParts(drafters, scorer, rule or TokenRule(), chooser, TIMELESS, lookup=lookup)
     await run_rounds(generation, parts, commit)
     first, last = rounds[0].statistics, rounds[-1].statistics
     return GenerationResult(

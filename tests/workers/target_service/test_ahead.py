@@ -100,6 +100,32 @@ async def test_drafts_can_follow_instead(
 
 
 @in_module_loop
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_nothing_is_scored_ahead_after_a_token_that_a_draft_follows(
+    channel: grpc.aio.Channel,
+    names: Iterator[str],
+    reference: Reference,
+    counted: Callable[[], tuple[float, float]],
+    is_told: bool,
+) -> None:
+    """Where another token is drawn, all goes on as ever; the round with the draft is answered as any."""
+    token = drawn(await begun(TargetStream(channel, next(names)), 0, PROMPT))
+    before = counted()
+    stream = TargetStream(channel, next(names))
+    unless = [3, token] if is_told else [3, token + 1]
+    assert drawn(await stream.ask(score_request(tokens=PROMPT, plain_follows=True, plain_unless=unless))) == token
+    text = [*PROMPT, token]
+    if is_told:
+        answer = await stream.score(len(PROMPT), [token], DRAFT, SUPPORTS)
+        assert_scores(decoded(answer), reference(text + DRAFT).softmax(-1)[-4:], len(text))
+    else:
+        await stream.ask(score_request(start=len(PROMPT), tokens=[token]))
+    begun_ahead, hits = (now - then for now, then in zip(counted(), before, strict=True))
+    assert hits == (not is_told)
+    assert begun_ahead == (not is_told)
+
+
+@in_module_loop
 @pytest.mark.parametrize(
     "what", ["another token", "two tokens", "an earlier start", "a later start", "another text before it"]
 )

@@ -105,6 +105,10 @@ BAD_ROUNDS = {
         score_request(tokens=[1], draft_tokens=[1] * 33, supports=packed_supports(*[[1]] * 33)),
         "score.draft_tokens has 33",
     ),
+    "too many tokens after which no plain round follows": (
+        score_request(tokens=[1], plain_follows=True, plain_unless=[1] * 65),
+        "score.plain_unless has 65",
+    ),
     "past the context": (
         score_request(tokens=[1] * CONTEXT_LENGTH, draft_tokens=[1], supports=packed_supports([1])),
         "129 tokens",
