@@ -180,7 +180,9 @@ class TokenOrigin(Enum):
 class RoundDraft:
     """How a round was drafted."""
 
-    drafter: str  # its name; "none" without one, "grammar" for text that the session's grammar forces
+    # its name; "none" without one, "grammar" for text that the session's grammar forces, "lookup" for what the
+    # coordinator found in the session's own text
+    drafter: str
     num_draft_tokens: int  # of all branches of a tree
     depth: int  # draft tokens of the longest branch
     end: int  # completion tokens up to the round's end

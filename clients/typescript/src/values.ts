@@ -102,7 +102,7 @@ export interface TokenLogprobs {
 
 /** How a round was drafted. */
 export interface RoundDraft {
-  /** Its drafter's name; "none" without one, "grammar" for text that the session's grammar forces. */
+  /** Its drafter's name; "none" without one, "grammar" for forced text, "lookup" for what the coordinator looked up. */
   readonly drafter: string;
   /** Draft tokens, those of all branches of a tree. */
   readonly numDraftTokens: number;
