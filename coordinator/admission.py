@@ -24,12 +24,12 @@ SMOOTHING = 0.05  # weight of the latest measurement
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second
 MARGIN = 0.7
+CROWDED_MARGIN = 0.5  # of a tenant that has more than its share
 # the same where sessions are refused all the time: as many end a second with fewer at once, and each sooner. A burst
 # may queue, what is always too much may not (Nichols and Jacobson 2012, "Controlling Queue Delay")
-STANDING_MARGIN = 0.3
+STANDING_MARGIN, STANDING_CROWDED_MARGIN = 0.3, 0.2
 STANDING_S = 1.0  # refusals over so long a time are no burst
 CALM_S = 2.0  # without a refusal for so long, it is over
-CROWDED_SHARE = 0.75  # of the margin, for a tenant that has more than its share
 TENANT_MEMORY_S = 60.0  # a tenant that came within this time has a share, also while it has no session
 UNKNOWN_TOKENS = 256  # of a text, before any has ended
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 10.0
@@ -161,9 +161,7 @@ class Admission:
         token_s = self._token_s_with_one_more()
         if token_s is None:
             return
-        margin = STANDING_MARGIN if self._refusals.are_standing(now_s) else MARGIN
-        if self._has_more_than_its_share(tenant, now_s):
-            margin *= CROWDED_SHARE
+        margin = self._margin(tenant, now_s)
         predicted_s = self.wait_s(num_prompt_tokens) + token_s * self._expected(num_tokens)
         if left_s is not None and predicted_s > margin * left_s:
             self._refusals.note(now_s)
@@ -203,10 +201,17 @@ class Admission:
             return 0.0  # lost already
         return max(0.0, num_left * token_s - margin * left_s)
 
-    def _has_more_than_its_share(self, tenant: str, now_s: float) -> bool:
+    def _margin(self, tenant: str, now_s: float) -> float:
+        """Return the part of a deadline that a prediction may take; a tenant that has less than its share is not cut by
+        what others ask too much.
+        """
         self._seen_s = {name: seen_s for name, seen_s in self._seen_s.items() if now_s - seen_s < TENANT_MEMORY_S}
-        num_tenants = len(self._seen_s.keys() | self._of_tenant.keys())
-        return num_tenants > 1 and (self._of_tenant[tenant] + 1) * num_tenants > len(self._tickets) + 1
+        num_tenants, is_standing = len(self._seen_s.keys() | self._of_tenant.keys()), self._refusals.are_standing(now_s)
+        if num_tenants <= 1:
+            return STANDING_MARGIN if is_standing else MARGIN
+        if (self._of_tenant[tenant] + 1) * num_tenants <= len(self._tickets) + 1:
+            return MARGIN
+        return STANDING_CROWDED_MARGIN if is_standing else CROWDED_MARGIN
 
     def _refusal(self, missing_s: float, problem: str, limit: str) -> OverloadedError:
         # refused callers must not come back all at once

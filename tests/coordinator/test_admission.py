@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.admission import (
     CALM_S,
-    CROWDED_SHARE,
+    CROWDED_MARGIN,
     MARGIN,
     STANDING_MARGIN,
     STANDING_S,
@@ -182,7 +182,7 @@ def test_refusals_say_when_to_come_back(world: World) -> None:
 def test_one_tenant_cannot_take_everything(world: World) -> None:
     world.enter("small")
     greedy = world.fill("greedy")
-    assert greedy == int(8.0 * MARGIN * CROWDED_SHARE) - 1
+    assert greedy == int(8.0 * CROWDED_MARGIN) - 1
     for _ in range(int(8.0 * MARGIN) - greedy - 1):
         world.enter("small")
 

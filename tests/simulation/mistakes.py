@@ -296,7 +296,7 @@ MISTAKES = [
         "coordinator.running:RunningGeneration._publish",
         "raise told(await heal(self._store, self.shown)) from refusal",
         "raise",
-        3,
+        281,
         ROLLBACK,
         hole="H4",
     ),
