@@ -10,6 +10,7 @@ from coordinator.admission import (
     CALM_S,
     CROWDED_MARGIN,
     MARGIN,
+    STANDING_CROWDED_MARGIN,
     STANDING_MARGIN,
     STANDING_S,
     TENANT_MEMORY_S,
@@ -103,6 +104,17 @@ def test_fewer_are_let_in_at_once_while_there_are_always_too_many(world: World) 
     world.empty()
     assert num_burst == int(8.0 * MARGIN)
     assert world.fill() == int(8.0 * STANDING_MARGIN)
+
+
+def test_a_tenant_below_its_share_is_not_cut_by_what_another_asks_too_much(world: World) -> None:
+    """The other one is, as soon as it is refused all the time."""
+    world.enter("modest")
+    world.fill("greedy")
+    world.now_s += STANDING_S
+    world.fill("greedy")
+    world.empty()
+    assert world.fill("greedy") == int(8.0 * STANDING_CROWDED_MARGIN)
+    world.enter("modest", left_s=1.01 * (len(world.tickets) + 1) / MARGIN)
 
 
 def test_a_burst_may_queue_again_after_a_pause(world: World) -> None:
