@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,7 +37,7 @@ async def measured_us(kind: str) -> float:
     from coordinator.choosing.chooser import PlanChooser
     from coordinator.choosing.shared_statistics import SharedStatistics
     from coordinator.generation import Generation, Limits, Round
-    from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
+    from coordinator.rounds import DEFAULT_OPTIONS, Drafted, RoundParts, Scored, ScoreOptions, run_rounds
     from specdec.exact.acceptance import TokenRule
     from specdec.exact.values import Observations, Proposal, Scores, SparseDistribution, TargetDistribution
     from specdec.types import SamplingParams
@@ -60,12 +59,7 @@ async def measured_us(kind: str) -> float:
         """Finds token 1 a little less probable."""
 
         async def score(
-            self,
-            committed: list[int],
-            proposal: Proposal,
-            observes: bool = True,
-            plain_follows: bool = False,
-            plain_unless: Collection[int] = (),
+            self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS
         ) -> Scored:
             """Return the answers."""
             before = TargetDistribution((0.6, 0.3), 0.1, 3)

@@ -45,6 +45,19 @@ class Scored:
     num_sessions: int = 1  # at the worker, waiting or in the forward
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """What the target may do besides scoring a round."""
+
+    observes: bool = True  # what the session's drafters asked for
+    # the next round will hardly draft, so that the target may go on with the token that it draws, unless that is one of
+    # these; None: it shall wait
+    plain_unless: Collection[int] | None = None
+
+
+DEFAULT_OPTIONS = ScoreOptions()
+
+
 class RoundDrafter(Protocol):
     """Proposes draft tokens; may propose none."""
 
@@ -68,19 +81,10 @@ class RoundDrafter(Protocol):
 class RoundScorer(Protocol):
     """Scores a proposal with the target model."""
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         """Return the target's distributions at the N + 1 positions of a proposal of N tokens.
 
-        `observes` is whether the target shall observe what the session's drafters asked for; `plain_follows`, whether
-        the next round will hardly draft, so that the target may go on with the token that it draws, unless that is one
-        of `plain_unless`.
+        The same call has the same answer, whatever the options say of observations and of the next round.
         """
         ...
 
@@ -248,9 +252,8 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    is_plain_next = _is_plain_next(generation, parts, plan)
-    unless = _found_after(generation, parts) if is_plain_next else ()
-    scored = await parts.scorer.score(generation.committed, proposal, plan.observes, is_plain_next, unless)
+    options = ScoreOptions(plan.observes, _plain_unless(generation, parts, plan))
+    scored = await parts.scorer.score(generation.committed, proposal, options)
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
     parts.chooser.settle(generation.committed)
@@ -270,14 +273,11 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     return finished_round
 
 
-def _is_plain_next(generation: Generation, parts: RoundParts, plan: DraftPlan) -> bool:
-    """Return whether the target shall go on with the round after this one, as if that had no draft tokens either."""
-    goes_on = not parts.drafters or parts.chooser.expects_plain_after(plan)
-    return goes_on and generation.remaining_tokens > 1
-
-
-def _found_after(generation: Generation, parts: RoundParts) -> Collection[int]:
-    """Return the tokens after which the next round would draft what is looked up then."""
+def _plain_unless(generation: Generation, parts: RoundParts, plan: DraftPlan) -> Collection[int] | None:
+    """Return the tokens after which the next round would draft what is looked up then; None if it drafts anyway."""
+    is_plain_next = not parts.drafters or parts.chooser.expects_plain_after(plan)
+    if not is_plain_next or generation.remaining_tokens <= 1:
+        return None
     if parts.lookup is None:
         return ()
     successors = parts.lookup.successors(generation.committed)

@@ -72,6 +72,11 @@ class RunningGeneration(FollowedGeneration):
         self._began_at = self._published_at = self._outside.now_s()
 
     @property
+    def running_s(self) -> float:
+        """Seconds since this coordinator had the session from the store."""
+        return self._outside.now_s() - self._began_at
+
+    @property
     def silent_s(self) -> float:
         """Seconds since the last commit while rounds are running, else 0."""
         return self._outside.now_s() - self._published_at if self.is_running else 0.0

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from coordinator.pool.pool import WorkerPool
 from coordinator.pool.resolving import Resolve
 from coordinator.pool.watching import PoolWatch
 from coordinator.round_times import RoundTimes
-from coordinator.rounds import Scored
+from coordinator.rounds import DEFAULT_OPTIONS, Scored, ScoreOptions
 from coordinator.streams import DESCRIBE_TIMEOUT_S, SessionOpening, WorkerGroup, WorkerStream, answered
 from specdec import messages
 from specdec.errors import (
@@ -147,12 +147,7 @@ class SessionScorer:
         self._num_prompt_tokens = num_prompt_tokens
 
     async def score(
-        self,
-        committed: Sequence[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
+        self, committed: Sequence[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS
     ) -> Scored:
         """Return the N + 1 positions of a proposal of N tokens. A repeated call has the same answer.
 
@@ -162,7 +157,7 @@ class SessionScorer:
         begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
         while True:
             try:
-                return await self._score(committed, proposal, observes, plain_follows, plain_unless)
+                return await self._score(committed, proposal, options)
             except RETRIED as error:
                 failures[type(error)] += 1
                 await self._prepare_retry(error)
@@ -209,14 +204,14 @@ class SessionScorer:
         self,
         committed: Sequence[int],
         proposal: Proposal,
-        observes: bool,
-        plain_follows: bool,
-        plain_unless: Collection[int],
+        options: ScoreOptions,
     ) -> Scored:
         def message(start: int, tokens: Sequence[int], prefix_digest: bytes, number: int) -> target_pb2.ScoreRequest:
-            score = codec.score_to_proto(start, tokens, proposal, observes)
-            score.prefix_digest, score.round, score.plain_follows = prefix_digest, number, plain_follows
-            score.plain_unless.extend(plain_unless)
+            score = codec.score_to_proto(start, tokens, proposal, options.observes)
+            score.prefix_digest, score.round = prefix_digest, number
+            if options.plain_unless is not None:
+                score.plain_follows = True
+                score.plain_unless.extend(options.plain_unless)
             score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 

@@ -1,7 +1,7 @@
 """The loop: what is committed when, what ends it, that commits are awaited, and who gets the observations."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,7 +12,15 @@ from coordinator.choosing.plans import MIN_FOUND, PLAIN, RESTING, DraftPlan, Rou
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.lookup import NO_MATCH, Match
-from coordinator.rounds import Drafted, RoundParts, Scored, committed_observations, run_rounds
+from coordinator.rounds import (
+    DEFAULT_OPTIONS,
+    Drafted,
+    RoundParts,
+    Scored,
+    ScoreOptions,
+    committed_observations,
+    run_rounds,
+)
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.acceptance import TokenRule
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
@@ -56,21 +64,14 @@ class TracedScorer(ToyScorer):
     before: Callable[[int], Awaitable[object] | None] = lambda number: None
     promised: list[bool] = field(default_factory=list)  # of each call: that a plain round follows
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         number = sum(kind == "score" for kind, _ in self.trace.events)
         self.trace.events.append(("score", number))
-        self.promised.append(plain_follows)
+        self.promised.append(options.plain_unless is not None)
         waiting = self.before(number)
         if waiting is not None:
             await waiting
-        return await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
+        return await ToyScorer.score(self, committed, proposal, options)
 
 
 class Rounds:
@@ -329,15 +330,8 @@ class RecordingChooser(PlanChooser):
 class ReplacedScorer(TracedScorer):
     """A worker that had to read everything in the fourth round."""
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
-        scored = await TracedScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
+        scored = await TracedScorer.score(self, committed, proposal, options)
         number = sum(kind == "score" for kind, _ in self.trace.events)
         return replace(scored, num_fed=41) if number == 4 else scored
 

@@ -16,6 +16,7 @@ from coordinator import streams, target
 from coordinator.checks import Checks
 from coordinator.pool.resolving import resolver
 from coordinator.pool.watching import watching
+from coordinator.rounds import ScoreOptions
 from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
@@ -178,7 +179,7 @@ async def test_each_round_proves_what_it_builds_on_and_says_what_follows() -> No
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10)
         for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 8, 9]):
-            await scorer.score(committed, Proposal(), plain_follows=len(committed) == 3)
+            await scorer.score(committed, Proposal(), ScoreOptions(plain_unless=() if len(committed) == 3 else None))
     assert servicer.digests == [b"digest of 0", b"digest of 2", b"digest of 3"]
     assert servicer.promised == [False, True, False]
 

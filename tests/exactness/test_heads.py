@@ -5,7 +5,7 @@ production loop, many sessions at once, and one drafter serves all generations.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ import transformers
 
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
 from benchmarks.random_heads import save_heads
-from coordinator.rounds import Drafted, Scored
+from coordinator.rounds import DEFAULT_OPTIONS, Drafted, Scored, ScoreOptions
 from draft_service.drafter import DraftRequest
 from draft_service.heads.drafting import rounds
 from draft_service.heads.drafting.drafter import HeadDrafter
@@ -157,23 +157,16 @@ class ObservedTarget(ToyScorer):
     layers: tuple[int, ...] = ()
     num_seen: int = 0
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         """Return the answers with observations."""
         assert isinstance(self.model, KnownTarget)
         assert self.model.table
-        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
+        scored = await ToyScorer.score(self, committed, proposal, options)
         states = [self.model.table.states_at(committed, self.layers)[self.num_seen :]]
         for token in range(len(proposal)):
             path = [proposal.tokens[index] for index in path_to(token + 1, proposal.tree)]
             states.append(self.model.table.states_at([*committed, *path], self.layers)[-1:])
-        observations = packed(torch.cat(states), self.num_seen) if observes else None
+        observations = packed(torch.cat(states), self.num_seen) if options.observes else None
         self.num_seen = len(committed)
         return replace(scored, scores=replace(scored.scores, observations=observations))
 

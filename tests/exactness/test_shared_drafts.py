@@ -6,7 +6,6 @@ each drafts from what those before it left.
 
 import asyncio
 import struct
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
-from coordinator.rounds import Drafted, Scored
+from coordinator.rounds import DEFAULT_OPTIONS, Drafted, Scored, ScoreOptions
 from draft_service import finished_texts
 from draft_service.drafter import DraftRequest
 from draft_service.drafters import recycle
@@ -81,17 +80,10 @@ class ServedDrafter(ToyDrafter):
 class RankingScorer(ToyScorer):
     """Also sends all tokens, the most probable first, at the last committed token and at each draft token."""
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
-        if not observes:
+        scored = await ToyScorer.score(self, committed, proposal, options)
+        if not options.observes:
             return scored
         ranked = self.distributions(tuple(committed), proposal).argsort(dim=-1, descending=True).tolist()
         top = tuple(struct.pack(f"<{len(tokens)}I", *tokens) for tokens in ranked)

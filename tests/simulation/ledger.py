@@ -28,6 +28,7 @@ from tests.simulation.store import SimulatedRedis
 
 TICK_S = 0.001  # of the clock that leases go by: its times are cut to whole milliseconds
 CALM_S = 2 * LEASE_S  # an owner that was not disturbed for so long has renewed its leases
+NEW_S = LEASE_S / 2  # one that runs a session for less may have had it from the store so late that its lease lapsed
 
 
 @dataclass(slots=True)
@@ -61,7 +62,8 @@ class Owner:
         """Whether it runs a session, and could have renewed its lease."""
         process, generation = self.process, self.running.get(session_id)
         is_well = process.is_alive and not process.is_stopped and now_s - process.went_on_at_s > CALM_S
-        return is_well and isinstance(generation, RunningGeneration) and generation.is_running
+        is_here = isinstance(generation, RunningGeneration) and generation.is_running and generation.running_s > NEW_S
+        return is_well and is_here
 
 
 @dataclass(frozen=True, slots=True)

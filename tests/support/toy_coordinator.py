@@ -1,7 +1,7 @@
 """A coordinator with toy workers and a real store: production service, registry and rounds, no network."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -17,7 +17,7 @@ from coordinator.prompts import EncodedPrompt, Prompts
 from coordinator.quotas import Quotas
 from coordinator.registry import RunningGenerations
 from coordinator.requests import RequestLimits
-from coordinator.rounds import Scored
+from coordinator.rounds import DEFAULT_OPTIONS, Scored, ScoreOptions
 from coordinator.service import Coordinator
 from coordinator.session_workers import Workers
 from coordinator.sessions import SessionStore
@@ -54,16 +54,9 @@ class Scorer(ToyScorer):
     num_closed = num_abandoned = 0
     before: Callable[[int], Any]
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         await self.before(len(committed) - len(PROMPT))
-        return await super().score(committed, proposal, observes, plain_follows, plain_unless)
+        return await super().score(committed, proposal, options)
 
     async def close(self) -> None:
         self.num_closed += 1

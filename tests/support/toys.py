@@ -3,7 +3,7 @@
 They use the production sampling code, keys and supports; only the models are matrices.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.joint_drafter import JointDrafter
 from coordinator.lookup import TextLookup
-from coordinator.rounds import Drafted, RoundParts, Scored, run_rounds
+from coordinator.rounds import DEFAULT_OPTIONS, Drafted, RoundParts, Scored, ScoreOptions, run_rounds
 from specdec.exact import randomness
 from specdec.exact.acceptance import AcceptanceRule, TokenRule
 from specdec.exact.randomness import Key, Purpose
@@ -253,14 +253,7 @@ class ToyScorer:
     model: ToyModel
     seed: int
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         """Return the target's answers at the N + 1 positions."""
         probs, outside = self.answer(tuple(committed), proposal)
         tokens, masses = (each.tolist() for each in draw_dense(outside, self.draws(len(committed), len(outside))))
@@ -300,17 +293,10 @@ class ToyScorer:
 class ObservedScorer(ToyScorer):
     """Also observes its most probable next token at the last committed token and at each draft token."""
 
-    async def score(
-        self,
-        committed: list[int],
-        proposal: Proposal,
-        observes: bool = True,
-        plain_follows: bool = False,
-        plain_unless: Collection[int] = (),
-    ) -> Scored:
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         """Return the answers with observations."""
-        scored = await ToyScorer.score(self, committed, proposal, observes, plain_follows, plain_unless)
-        if not observes:
+        scored = await ToyScorer.score(self, committed, proposal, options)
+        if not options.observes:
             return scored
         tops = self.distributions(tuple(committed), proposal).argmax(dim=-1).tolist()
         observations = Observations(len(committed) - 1, top_tokens=tuple(top.to_bytes(4, "little") for top in tops))
