@@ -23,6 +23,7 @@ from benchmarks.judging import (
     reference_distribution,
     standard_deviations,
 )
+from coordinator import rounds
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import DraftPlan
 from coordinator.choosing.shared_statistics import SharedStatistics
@@ -32,6 +33,7 @@ from specdec.exact.codec import distributions_from_proto, distributions_to_proto
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
+from tests.support import loop_mutants
 from tests.support.toys import (
     DRAFT_S,
     MAX_DRAFT_TOKENS,
@@ -334,24 +336,52 @@ async def test_chosen_drafters_leave_the_targets_distribution() -> None:
     assert min(used[name] for name in kinds) > 10
 
 
+@dataclass(frozen=True)
+class LookingUp:
+    """Texts for which the coordinator may draft what it looks up: that depends on each text, and on earlier ones."""
+
+    rule: AcceptanceRule = field(default_factory=TokenRule)
+    num_generations: int = 3 * NUM_GENERATIONS
+    used: Counter[str | None] = field(default_factory=Counter)
+
+    async def judged(self) -> Agreement:
+        """Generate, and judge."""
+        case = Case(prompt=(0, 1, 2, 0, 1, 3, 0, 2, 1, 0, 1), num_tokens=6, rule=self.rule)
+        (draft, target), shared, generated = case.models(), SharedStatistics(), []
+        for seed in range(self.num_generations):
+            chooser = NotingChooser(shared, [TOY], MAX_DRAFT_TOKENS, looks_up=True)
+            drafters, scorer = {TOY: ToyDrafter(draft, seed)}, ToyScorer(target, seed)
+            text = (await generate_with(drafters, scorer, chooser, 6, self.rule, TextLookup())).tokens
+            generated.append(text[:NUM_TOKENS])
+            self.used.update(chooser.drafters)
+        result = judge(generated, case)
+        print(f"{result}; {self.used}")
+        return result
+
+
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token rule", "block rule"])
 async def test_what_the_coordinator_looks_up_leaves_the_targets_distribution(rule: AcceptanceRule) -> None:
-    """Whether a round drafts depends on the text so far, and on what earlier texts accepted."""
-    case = Case(prompt=(0, 1, 2, 0, 1, 3, 0, 2, 1, 0, 1), num_tokens=6, rule=rule)
-    draft, target = case.models()
-    shared, used, generated = SharedStatistics(), Counter[str | None](), []
-    for seed in range(3 * NUM_GENERATIONS):
-        chooser = NotingChooser(shared, ["toy"], MAX_DRAFT_TOKENS, looks_up=True)
-        drafters = {"toy": ToyDrafter(draft, seed)}
-        lookup = TextLookup()
-        result = await generate_with(drafters, ToyScorer(target, seed), chooser, 6, rule, lookup)
-        generated.append(result.tokens[:NUM_TOKENS])
-        used.update(chooser.drafters)
-    judged = judge(generated, case)
-    print(f"{judged}; {used}")
-    assert judged.p_value > REJECT_BELOW
-    assert used[LOOKUP] > NUM_GENERATIONS
-    assert used[LOOKUP] < 0.9 * used.total()
+    """The real loop, chooser and lookup."""
+    texts = LookingUp(rule)
+    assert (await texts.judged()).p_value > REJECT_BELOW
+    assert texts.used[LOOKUP] > NUM_GENERATIONS
+    assert texts.used[LOOKUP] < 0.9 * texts.used.total()
+
+
+@pytest.mark.parametrize(
+    ("part", "mutant", "num_generations"),
+    [
+        ("continued", loop_mutants.continued_by_chance, NUM_GENERATIONS),
+        ("_drafted", loop_mutants.drafted_if_agreed, 3 * NUM_GENERATIONS),
+    ],
+    ids=["mass for what was not drawn", "a drawn draft given up for what was looked up"],
+)
+async def test_lookups_with_a_bug_are_rejected(
+    part: str, mutant: object, num_generations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distributions that nothing was drawn from, and drafts that are given up for others by what was drawn."""
+    monkeypatch.setattr(rounds, part, mutant)
+    assert (await LookingUp(num_generations=num_generations).judged()).p_value < REJECT_BELOW
 
 
 class NotingChooser(PlanChooser):

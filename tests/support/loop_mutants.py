@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.plans import DraftPlan
+from coordinator.choosing.plans import DraftPlan, Missed
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.lookup import NO_MATCH, Match
-from coordinator.rounds import Drafted
+from coordinator.lookup import NO_MATCH, Match, continued
+from coordinator.rounds import Drafted, RoundParts
 from specdec.exact import randomness
 from specdec.exact.acceptance import TokenRule
 from specdec.exact.randomness import Key, Purpose
@@ -92,6 +92,27 @@ class SiblingKeyDrafter(TreeDrafter):
     def draw(self, distribution: SparseDistribution, committed_length: int, index: int) -> int:
         """Draw with the key of the first token."""
         return ToyDrafter.draw(self, distribution, committed_length, 0)
+
+
+# ---- the coordinator's own lookups
+
+
+def continued_by_chance(tokens: Sequence[int], match: Match, count: int) -> Proposal:
+    """Give what was looked up half of the mass, as if it had been drawn."""
+    chain = continued(tokens, match, count).tokens
+    return Proposal(chain, tuple(SparseDistribution((token, (token + 1) % 5), (0.5, 0.5)) for token in chain))
+
+
+async def drafted_if_agreed(
+    parts: RoundParts, committed: list[int], chosen: DraftPlan, match: Match
+) -> tuple[DraftPlan, Drafted, Missed | None]:
+    """Draw a draft, and keep it only where it begins as what was looked up does; else take that."""
+    if chosen.drafter is None:
+        return chosen, Drafted(), None
+    drafted = await parts.drafters[TOY].propose(committed, 3)
+    looked_up = continued(committed, match, 3) if match.num_tokens else drafted.proposal
+    is_same = looked_up.tokens[:1] == drafted.proposal.tokens[:1]
+    return chosen, drafted if is_same else Drafted(looked_up), None
 
 
 # ---- the target
