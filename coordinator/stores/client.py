@@ -7,8 +7,8 @@ as failed: it is repeated, recognised, and waited for again. Nothing that a fail
 
 import asyncio
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from redis.exceptions import MovedError, NoScriptError, RedisError, ResponseError
@@ -29,6 +29,7 @@ WAIT_TIMEOUT_MS = 1000  # below the connection's own time-out
 MAX_REDIRECTIONS = 5  # in a row, without a pause
 RETRY = RetryPolicy(first_s=0.02, maximum_s=1.0)
 KEEPS_ALL = "noeviction"
+Answer = TypeVar("Answer")
 
 
 class RedisClient:
@@ -101,14 +102,14 @@ class RedisClient:
 
     async def ping(self) -> None:
         """Return once Redis answered, at a start: a wrong address is soon told. Raises UnavailableError."""
-        await self._call("", ("PING",), patience_s=min(self._patience_s, START_PATIENCE_S))
+        await self._repeated(lambda: self._attempt("", ("PING",), None), self._start_patience_s)
 
     async def refuse_eviction(self) -> bool:
         """Raise ValueError for a Redis that gives up sessions when it is full; return whether it could be asked.
 
         Raises UnavailableError.
         """
-        policies = [await self._policy(node) for node in await self._nodes()]
+        policies = await self._repeated(self._policies, self._start_patience_s)
         for policy in policies:
             if policy not in (None, KEEPS_ALL):
                 problem = f"the Redis of --store gives up sessions when it is full (maxmemory-policy {policy})"
@@ -119,32 +120,34 @@ class RedisClient:
         """Close the connections."""
         await self.route.close()
 
-    async def _nodes(self) -> list[Node]:
-        try:
-            return await self.route.nodes()
-        except RedisError as error:
-            raise UnavailableError(sentence(error)) from error
+    @property
+    def _start_patience_s(self) -> float:
+        return min(self._patience_s, START_PATIENCE_S)
+
+    async def _policies(self) -> list[str | None]:
+        """Return what each server does when it is full; None where it may not be asked. Raises RedisError."""
+        return [await self._policy(node) for node in await self.route.nodes()]
 
     async def _policy(self, node: Node) -> str | None:
         try:
             [reply] = await node.execute([("INFO", "memory")])
-        except (RedisError, OSError) as error:
-            raise UnavailableError(sentence(_redis_error(error))) from error
+        except OSError as error:
+            raise _redis_error(error) from error
         if not isinstance(reply, bytes | str):
             return None  # the one in this process, or one whose user may not ask
         text = reply.decode() if isinstance(reply, bytes) else reply
         facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         return facts.get("maxmemory_policy", KEEPS_ALL)
 
-    async def _call(
-        self, key: str, command: Command, script: ScriptText | None = None, patience_s: float | None = None
-    ) -> Any:
+    async def _call(self, key: str, command: Command, script: ScriptText) -> Any:
+        return await self._repeated(lambda: self._attempt(key, command, script), self._patience_s)
+
+    async def _repeated(self, attempt: Callable[[], Awaitable[Answer]], patience_s: float) -> Answer:
         """Repeat attempts until one succeeds. Raises UnavailableError."""
-        patience_s = self._patience_s if patience_s is None else patience_s
         began_s, num_failures, num_redirections = self._outside.now_s(), 0, 0
         while True:
             try:
-                return await self._attempt(key, command, script)
+                return await attempt()
             except _Redirected as redirected:
                 num_redirections += 1
                 if num_redirections <= MAX_REDIRECTIONS:

@@ -116,3 +116,10 @@ async def test_refusals_are_not_repeated(error: RedisError) -> None:
 )
 async def test_a_policy_that_may_not_be_asked_for_is_told(reply: object, is_checked: bool) -> None:
     assert await RedisClient(FixedRoute(Told(reply))).refuse_eviction() is is_checked
+
+
+async def test_a_connection_that_breaks_while_its_policy_is_asked_for_is_no_failed_start() -> None:
+    node = Told(RedisConnectionError("Connection reset by peer"), b"maxmemory_policy:allkeys-lru\r\n")
+    with pytest.raises(ValueError, match="gives up sessions when it is full"):
+        await RedisClient(FixedRoute(node)).refuse_eviction()
+    assert node.num_asked == 2
