@@ -1,5 +1,6 @@
 """`python -m coordinator`: the only module that names the concrete classes of the coordinator."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -40,6 +41,7 @@ from specdec.v1 import generation_pb2_grpc, status_pb2_grpc
 
 SERVICE = "specdec.v1.GenerationService"
 BYTES_PER_TOKEN = 4  # of text, about
+STORE_DELAY_S = 3.0  # then it is said that the store does not answer
 
 
 def main() -> None:
@@ -103,11 +105,23 @@ async def _opened_store(settings: CoordinatorSettings, server: Server) -> AsyncI
             lease_s=settings.lease_s,
         )
         try:
-            if not await store.ping() and address != "memory":
+            if not await _answer(store, settings.store_patience_s) and address != "memory":
                 get_logger().warning("store_policy_unknown", advice="see to it that maxmemory-policy is noeviction")
             yield store
         finally:
             await store.close()
+
+
+async def _answer(store: SessionStore, patience_s: float) -> bool:
+    """Wait for the store as any call does, as it may be away for a failover; say so, as its address may be wrong."""
+    answer = asyncio.create_task(store.ping())
+    try:
+        if not (await asyncio.wait([answer], timeout=min(STORE_DELAY_S, patience_s)))[0]:
+            advice = "start the Redis of --store, or correct its address"
+            get_logger().warning("store_does_not_answer", patience_s=patience_s, advice=advice)
+        return await answer
+    finally:
+        answer.cancel()
 
 
 @asynccontextmanager

@@ -24,7 +24,6 @@ from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 
 PATIENCE_S = 30.0  # most failovers are over by then
-START_PATIENCE_S = 3.0
 WAIT_TIMEOUT_MS = 1000  # below the connection's own time-out
 MAX_REDIRECTIONS = 5  # in a row, without a pause
 RETRY = RetryPolicy(first_s=0.02, maximum_s=1.0)
@@ -101,15 +100,15 @@ class RedisClient:
         return ScriptText(self._read_script(name), self._read_script(LIBRARY))
 
     async def ping(self) -> None:
-        """Return once Redis answered, at a start: a wrong address is soon told. Raises UnavailableError."""
-        await self._repeated(lambda: self._attempt("", ("PING",), None), self._start_patience_s)
+        """Return once Redis answered. Raises UnavailableError."""
+        await self._repeated(lambda: self._attempt("", ("PING",), None))
 
     async def refuse_eviction(self) -> bool:
         """Raise ValueError for a Redis that gives up sessions when it is full; return whether it could be asked.
 
         Raises UnavailableError.
         """
-        policies = await self._repeated(self._policies, self._start_patience_s)
+        policies = await self._repeated(self._policies)
         for policy in policies:
             if policy not in (None, KEEPS_ALL):
                 problem = f"the Redis of --store gives up sessions when it is full (maxmemory-policy {policy})"
@@ -119,10 +118,6 @@ class RedisClient:
     async def close(self) -> None:
         """Close the connections."""
         await self.route.close()
-
-    @property
-    def _start_patience_s(self) -> float:
-        return min(self._patience_s, START_PATIENCE_S)
 
     async def _policies(self) -> list[str | None]:
         """Return what each server does when it is full; None where it may not be asked. Raises RedisError."""
@@ -140,9 +135,9 @@ class RedisClient:
         return facts.get("maxmemory_policy", KEEPS_ALL)
 
     async def _call(self, key: str, command: Command, script: ScriptText) -> Any:
-        return await self._repeated(lambda: self._attempt(key, command, script), self._patience_s)
+        return await self._repeated(lambda: self._attempt(key, command, script))
 
-    async def _repeated(self, attempt: Callable[[], Awaitable[Answer]], patience_s: float) -> Answer:
+    async def _repeated(self, attempt: Callable[[], Awaitable[Answer]]) -> Answer:
         """Repeat attempts until one succeeds. Raises UnavailableError."""
         began_s, num_failures, num_redirections = self._outside.now_s(), 0, 0
         while True:
@@ -156,7 +151,7 @@ class RedisClient:
             except RedisError as failure:
                 error = failure
             num_failures, num_redirections = num_failures + 1, 0
-            left_s = patience_s - (self._outside.now_s() - began_s)
+            left_s = self._patience_s - (self._outside.now_s() - began_s)
             if is_refusal(error) or left_s <= 0:
                 raise UnavailableError(sentence(error)) from error
             metrics.NUM_STORE_RETRIES.inc()

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.__main__ import STORE_DELAY_S
 from specdec.client import AsyncClient
+from specdec.errors import UnavailableError
 from specdec.types import SamplingParams
 from tests.support.architectures import build
 from tests.support.cluster import cluster, save_tokenizer
@@ -62,3 +64,34 @@ async def test_streams_outlast_an_absence_of_redis(how: str, tmp_path: Path) -> 
             await be_away(server, how)
             late = asyncio.create_task(texts(client, asyncio.Event()))
             assert await disturbed == undisturbed == await late
+
+
+async def test_a_coordinator_that_starts_meanwhile_waits_for_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As long as any call does; and says what it waits for, as the address may be wrong."""
+    model = save_tokenizer(build("llama", tmp_path / "model"), 320)
+    with running_redis(append_only=True) as server:
+        server.kill()
+
+        async def start() -> None:
+            await asyncio.sleep(STORE_DELAY_S + 1)
+            await asyncio.to_thread(server.start)
+
+        starting = asyncio.create_task(start())
+        async with (
+            cluster(model, store=server.url, drafters="ngram") as services,
+            AsyncClient(services.address) as client,
+        ):
+            assert starting.done()
+            await texts(client, asyncio.Event())
+    assert "store_does_not_answer" in capfd.readouterr().out
+
+
+async def test_a_coordinator_gives_up_at_the_end_of_its_patience(tmp_path: Path) -> None:
+    model = save_tokenizer(build("llama", tmp_path / "model"), 320)
+    with running_redis() as server:
+        server.kill()
+        with pytest.raises(UnavailableError, match="the session store does not answer"):
+            async with cluster(model, store=server.url, store_patience_s=0.1):
+                pass
