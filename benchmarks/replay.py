@@ -30,8 +30,8 @@ from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import joint_names, parts_of
-from coordinator.lookup import NO_MATCH, Match
 from coordinator.merging import merged, shares
+from specdec.exact.lookup import NO_MATCH, Match
 from specdec.exact.tree import longest_path
 from specdec.exact.values import Proposal, one_hot
 from specdec.serving.local import HEADS, CannotRun

@@ -4,18 +4,19 @@ The next round runs while the last one's commit is in flight; only emission wait
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
+from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
-from coordinator.lookup import LOOKUP, NO_MATCH, Match, TextLookup, continued
 from specdec.exact.acceptance import AcceptanceRule
+from specdec.exact.lookup import NO_MATCH, Match, NextRound, TextLookup, continued
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
 from specdec.serving.tracing import spans
@@ -50,9 +51,7 @@ class ScoreOptions:
     """What the target may do besides scoring a round."""
 
     observes: bool = True  # what the session's drafters asked for
-    # the next round will hardly draft, so that the target may go on with the token that it draws, unless that is one of
-    # these; None: it shall wait
-    plain_unless: Collection[int] | None = None
+    next_round: NextRound | None = None  # what it may score ahead; None: nothing
 
 
 DEFAULT_OPTIONS = ScoreOptions()
@@ -252,7 +251,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    options = ScoreOptions(plan.observes, _plain_unless(generation, parts, plan))
+    options = ScoreOptions(plan.observes, _next_round(generation, parts, plan))
     scored = await parts.scorer.score(generation.committed, proposal, options)
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
@@ -273,16 +272,14 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     return finished_round
 
 
-def _plain_unless(generation: Generation, parts: RoundParts, plan: DraftPlan) -> Collection[int] | None:
-    """Return the tokens after which the next round would draft what is looked up then; None if it drafts anyway."""
-    is_plain_next = not parts.drafters or parts.chooser.expects_plain_after(plan)
-    if not is_plain_next or generation.remaining_tokens <= 1:
+def _next_round(generation: Generation, parts: RoundParts, plan: DraftPlan) -> NextRound | None:
+    """Return what the next round will most likely draft; None if nobody knows, or if there will be none."""
+    if generation.remaining_tokens <= 1:
         return None
-    if parts.lookup is None:
-        return ()
-    successors = parts.lookup.successors(generation.committed)
-    drafted = parts.chooser.drafted_of(successors.values()) if successors else ()
-    return [token for token, num_tokens in successors.items() if num_tokens in drafted]
+    max_length = len(generation.committed) + generation.remaining_tokens
+    if not parts.drafters:
+        return NextRound(plain=True, max_length=max_length)
+    return parts.chooser.next_round(plan, max_length)
 
 
 async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal) -> Round:

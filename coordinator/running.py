@@ -12,7 +12,6 @@ from coordinator.generation import Generation, Round
 from coordinator.grammars import ForcedDrafter
 from coordinator.healing import heal, told
 from coordinator.joint_drafter import JointDrafter
-from coordinator.lookup import TextLookup
 from coordinator.rounds import RoundDrafter, RoundParts, run_rounds
 from coordinator.session_record import SessionRecord
 from coordinator.session_replies import SessionCancelled
@@ -20,6 +19,7 @@ from coordinator.sessions import Beat, SessionStore
 from coordinator.target import SessionScorer
 from specdec.errors import DataLossError, FencedError, UnavailableError
 from specdec.exact.acceptance import AcceptanceRule
+from specdec.exact.lookup import TextLookup
 from specdec.outside import REAL, Outside
 from specdec.serving.tracing import spans
 from specdec.types import DetachedPolicy, FinishReason, Statistics

@@ -12,7 +12,6 @@ from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.draft import DraftLimits, DraftWorkers, OfferedDrafter, SessionDrafter
 from coordinator.joint_drafter import joint_drafters
 from coordinator.joint_names import AND, joint_names
-from coordinator.lookup import TextLookup
 from coordinator.observing import joined
 from coordinator.pool.pool import WorkerPool
 from coordinator.running import WorkerHandles
@@ -20,6 +19,7 @@ from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers
 from specdec.errors import SpecdecError
 from specdec.exact.acceptance import DEFAULT_RULE, RULES
+from specdec.exact.lookup import TextLookup
 from specdec.exact.values import ObservationRequest
 from specdec.serving.telemetry import get_logger
 from specdec.types import ModelInfo, SpeculationParams

@@ -209,9 +209,8 @@ class SessionScorer:
         def message(start: int, tokens: Sequence[int], prefix_digest: bytes, number: int) -> target_pb2.ScoreRequest:
             score = codec.score_to_proto(start, tokens, proposal, options.observes)
             score.prefix_digest, score.round = prefix_digest, number
-            if options.plain_unless is not None:
-                score.plain_follows = True
-                score.plain_unless.extend(options.plain_unless)
+            if options.next_round is not None:
+                score.next_round.CopyFrom(codec.next_round_to_proto(options.next_round))
             score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 

@@ -1,105 +1,148 @@
-"""Scoring ahead: while a plain round's answer is on its way the worker goes on with the one that will follow.
+"""Scoring ahead: while a round's answer is on its way the worker goes on with the one that will follow.
 
-A round without draft tokens commits the one token that the worker has drawn, so the worker knows what the next message
-will append. Where the coordinator says that a plain round follows, the engine scores that round in the very next
-forward, unless it was told of the drawn token that a draft follows it. Its answer is used only if exactly that round is
-asked for: the same text, proved by its digest, no draft tokens, and nothing to observe that was not observed. It has
+What a round commits follows from its scores and its draws, which the worker has: a plain round commits the token that
+was drawn, and one whose draft tokens were chosen rather than drawn those that the session's acceptance rule accepts.
+The coordinator says what it will look up in the text then, or that it will draft nothing; the worker looks up the same
+and has the engine score that round in the very next forward. Its answer is used only if exactly that round is asked
+for: the same text, proved by its digest, the same draft tokens, and nothing to observe that was not observed. It has
 the keys of that round, so what was drawn is what would be drawn then. This is a cache: no distribution and no key
 depends on it. The model's forwards and all that comes between two of them (messages, the coordinator, its store) so
 overlap, and all sessions of a forward go on together in the next.
 """
 
-from collections.abc import Iterable
+from dataclasses import dataclass
+from threading import Lock
 
 from specdec.engine import EngineLoop, Task
-from specdec.exact.values import ObservationRequest, Scores
+from specdec.exact.acceptance import AcceptanceRule
+from specdec.exact.lookup import NextRound, TextLookup, continued
+from specdec.exact.values import ObservationRequest, Proposal, Scores
 from target_service.metrics import count_ahead
+from target_service.observing import verdict
 from target_service.scorer import ScoreRound, ScoreTask, Watch
 
-UNKNOWN = 0  # token, until the round before has drawn it
+UNKNOWN = 0  # token, until the round before has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """By what the round after another one is known."""
+
+    next_round: NextRound
+    rule: AcceptanceRule | None  # of the session; None: not told, or a newer one
+    lookup: TextLookup  # in the session's text
+
+    def after(self, task: ScoreTask) -> ScoreRound | None:
+        """Return the round that follows one that was scored; None: nobody knows, or there is none."""
+        emitted = self._emitted(task)
+        length = task.round.committed_length + len(emitted)
+        if not emitted or length >= self.next_round.max_length:
+            return None
+        draft = self._draft(task, emitted, length)
+        if not draft and not self.next_round.plain:
+            return None
+        supports = [distribution.token_ids for distribution in draft.distributions]
+        return ScoreRound(task.round.committed_length, emitted, draft.tokens, supports, prefix_digest=task.digest)
+
+    def _draft(self, task: ScoreTask, emitted: list[int], length: int) -> Proposal:
+        """Return what is looked up in the text that a round has committed."""
+        if not any(self.next_round.draft_lengths):
+            return Proposal()
+        text = task.sequence.tokens[: task.round.committed_length]
+        text.extend(emitted)
+        match = self.lookup.find(text)
+        return continued(text, match, self.next_round.num_draft_tokens(match, length))
+
+    def _emitted(self, task: ScoreTask) -> list[int]:
+        """Return the tokens that a round commits; nothing where that cannot be foreseen."""
+        scores: Scores = task.submission.result
+        draft_tokens = task.round.draft_tokens
+        if not draft_tokens:
+            return [scores.positions[0].tail_token]
+        foreseen = verdict(self.rule, scores, task.round, task.session.seed)
+        return [*(draft_tokens[token] for token in foreseen.path), foreseen.next_token] if foreseen else []
 
 
 class AheadTask(ScoreTask):
-    """The plain round that follows another one. Until it is asked for, its token is a draft token of the cache."""
+    """The round that follows another one. Until it is asked for, all its tokens are draft tokens of the cache."""
 
-    def __init__(self, previous: ScoreTask, watch: Watch, unless: frozenset[int] = frozenset()) -> None:
+    expected: ScoreRound | None = None  # what it scores, once the round before has ended
+
+    def __init__(self, previous: ScoreTask, watch: Watch, following: Following) -> None:
         length = previous.round.committed_length
-        expected = ScoreRound(length, [UNKNOWN], [], [])
-        super().__init__(previous.session, expected, watch, match=False, num_committed=length)
-        self._unless = unless
+        unknown = ScoreRound(length, [UNKNOWN], [], [])
+        super().__init__(previous.session, unknown, watch, match=True, num_committed=length)
+        self._following = following
+        self._lock, self._has_looked = Lock(), False
 
-    def is_wanted_after(self, previous: Task[Scores]) -> bool:
-        """Return whether a plain round follows the token that the round before has drawn."""
-        return drawn_by(previous) not in self._unless
-
-    def begin_after(self, previous: Task[Scores]) -> None:
-        """Append the token that the round before has drawn."""
+    def begin_after(self, previous: Task[Scores]) -> bool:
+        """Append what the round before commits, and the draft that is looked up then; return whether that is known."""
         assert isinstance(previous, ScoreTask)
-        self.round = following(previous)
-        self.append_instead(self.round.start, list(self.round.tokens))
-        self.prefix_digest, self.on_draft = self.round.prefix_digest, True
+        self.look(previous)
+        return self.expected is not None
+
+    def look(self, previous: ScoreTask) -> None:
+        """Find out what follows a round that has ended; once, on whichever thread comes to it first."""
+        with self._lock:
+            if not self._has_looked and (expected := self._following.after(previous)):
+                self.score_instead(expected)
+                self.expected = expected
+            self._has_looked = True
 
 
 class ScoringAhead:
     """One session's round that is scored before it is asked for, if there is one."""
 
-    def __init__(self, engine: EngineLoop[ScoreTask]) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineLoop[ScoreTask], rule: AcceptanceRule | None) -> None:
+        self._engine, self._rule = engine, rule
+        self._lookup = TextLookup()  # used by one task at a time, when the one before it has ended
         self._ahead: AheadTask | None = None
-        self._expected: ScoreRound | None = None  # by the answer to the round before
 
-    def begin(self, task: ScoreTask, request: ObservationRequest, unless: Iterable[int] = ()) -> None:
-        """Score the plain round that follows a plain one as soon as that is scored. Returns at once.
+    def begin(self, task: ScoreTask, request: ObservationRequest, next_round: NextRound) -> None:
+        """Score the round that follows another one as soon as that is scored. Returns at once.
 
-        Nothing is scored after a token of `unless`. It observes what is to be observed in the one before.
+        It observes what is to be observed in the one before.
         """
-        self._ahead = AheadTask(task, task.watch if request else Watch(), frozenset(unless))
+        following = Following(next_round, self._rule, self._lookup)
+        self._ahead = AheadTask(task, task.watch if request else Watch(), following)
         self._engine.follow(task, self._ahead)
 
     def note_scored(self, task: ScoreTask) -> None:
-        """Take note of a round that is answered: what must be asked for next, if it was begun."""
-        if self._ahead and not self._ahead.is_wanted_after(task):
-            self._ahead = None
-        self._expected = following(task) if self._ahead else None
+        """Take note of a round that is answered: what follows may be asked for before the engine comes to it."""
+        if self._ahead:
+            self._ahead.look(task)
 
     def take(self, given: ScoreRound, request: ObservationRequest) -> AheadTask | None:
         """Return the task of a round that is asked for, if it was begun ahead; what was begun is used at most once.
 
         What has failed is not: it may have failed for the sake of others in its forward.
         """
-        ahead, expected = self._ahead, self._expected
+        ahead = self._ahead
         if ahead is None:
             return None
         is_observed = not request or request == ahead.watch.request
         has_failed = ahead.done and ahead.submission.error is not None
-        if expected is None or not is_observed or has_failed or not _is_same(given, expected):
+        if ahead.expected is None or not is_observed or has_failed or not _is_same(given, ahead.expected):
             self.stop()
             return None
         count_ahead(hit=True)
-        self._ahead = self._expected = None
+        self._ahead = None
         return ahead
 
     def stop(self) -> None:
         """Give up what was begun."""
         if self._ahead is not None:
-            count_ahead(hit=False)
+            if self._ahead.expected is not None:
+                count_ahead(hit=False)
             self._engine.drop(self._ahead)
-        self._ahead = self._expected = None
-
-
-def drawn_by(task: Task[Scores]) -> int:
-    """Return the token that a plain round has drawn."""
-    scores: Scores = task.submission.result
-    return scores.positions[0].tail_token
-
-
-def following(task: ScoreTask) -> ScoreRound:
-    """Return the plain round that appends what a plain round has drawn."""
-    return ScoreRound(task.round.committed_length, [drawn_by(task)], [], [], prefix_digest=task.digest)
+        self._ahead = None
 
 
 def _is_same(given: ScoreRound, expected: ScoreRound) -> bool:
-    """Return whether a round that is asked for adds the same token to the same text, and drafts nothing."""
-    if given.draft_tokens or given.start != expected.start:
-        return False
-    return list(given.tokens) == list(expected.tokens) and given.prefix_digest == expected.prefix_digest
+    """Return whether a round that is asked for adds the same tokens to the same text, and has the same draft."""
+    return (
+        (given.start, list(given.tokens), list(given.draft_tokens), given.prefix_digest)
+        == (expected.start, list(expected.tokens), list(expected.draft_tokens), expected.prefix_digest)
+        and given.tree == expected.tree
+        and list(map(tuple, given.supports)) == list(map(tuple, expected.supports))
+    )

@@ -14,7 +14,7 @@ from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
 from specdec.exact.acceptance import RULES, AcceptanceRule
 from specdec.exact.randomness import acceptance_uniforms
-from specdec.exact.values import ObservationRequest, Proposal, Scores, one_hot
+from specdec.exact.values import ObservationRequest, Proposal, Scores, Verdict, one_hot
 from specdec.v1 import target_pb2
 from target_service.scorer import ScoreRound
 
@@ -38,17 +38,23 @@ class Observing:
         Those without hidden states stay: they are small, and the forecast would delay the answer.
         """
         observations = scores.observations
-        if self.rule is None or observations is None or not observations.hidden_states:
+        if observations is None or not observations.hidden_states:
             return scores
-        if not all(len(support) == 1 for support in given.supports):
+        foreseen = verdict(self.rule, scores, given, seed)
+        if foreseen is None:
             return scores
-        num_draft_tokens = len(given.draft_tokens)
-        proposal = Proposal(tuple(given.draft_tokens), tuple(map(one_hot, given.draft_tokens)), given.parents)
-        draws = acceptance_uniforms(seed, given.committed_length, num_draft_tokens)
-        path = self.rule.accept(proposal, scores, draws).path
-        first = len(observations) - num_draft_tokens
+        path, first = foreseen.path, len(observations) - len(given.draft_tokens)
         kept = observations.select([*range(first), *(first + token for token in path)])
         return replace(scores, observations=kept, observed=path)
+
+
+def verdict(rule: AcceptanceRule | None, scores: Scores, given: ScoreRound, seed: int) -> Verdict | None:
+    """Return what the coordinator will decide; None without a rule, and where draft tokens were drawn."""
+    if rule is None or not all(len(support) == 1 for support in given.supports):
+        return None
+    proposal = Proposal(tuple(given.draft_tokens), tuple(map(one_hot, given.draft_tokens)), given.parents)
+    draws = acceptance_uniforms(seed, given.committed_length, len(given.draft_tokens))
+    return rule.accept(proposal, scores, draws)
 
 
 def observing_from_proto(opening: target_pb2.OpenTarget, num_layers: int) -> Observing:

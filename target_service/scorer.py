@@ -100,6 +100,14 @@ class ScoreTask(Task[Scores]):
         """Positions to score, N + 1."""
         return len(self.round.draft_tokens) + 1
 
+    def score_instead(self, given: ScoreRound) -> None:
+        """Score another round than it was made for, a chain; before it runs."""
+        self.round = given
+        self.append_instead(given.start, [*given.tokens, *given.draft_tokens], self.num_positions)
+        self.prefix_digest, self.on_draft = given.prefix_digest, True
+        if self.hidden_layers:
+            self.num_observed = self.watch.window + len(given.draft_tokens)
+
     def prepare(self) -> None:
         """Truncate to `start`, keeping the accepted path; observed tokens that are fed need logits too."""
         super().prepare()

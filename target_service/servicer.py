@@ -8,6 +8,7 @@ from specdec import messages
 from specdec.engine import CacheMiss, EngineLoop
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
+from specdec.exact.lookup import NextRound
 from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
@@ -28,7 +29,6 @@ from target_service.metrics import METRICS
 from target_service.observing import Observing, observing_from_proto
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
-MAX_UNLESS = 64  # tokens after which a plain round does not follow
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
 
 
@@ -87,9 +87,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         Return the answer, and the task that has scored it, if any.
         """
         given, request = self._checked(message), observing.of_round(message)
+        next_round = self._checked_next(message)
         task = ahead.take(given, request) or self._scorer.task(session, given, request, match)
-        if message.plain_follows and self._may_go_on(session, given):
-            ahead.begin(task, request, message.plain_unless)
+        if next_round and self.scores_ahead and session.sampling.grammar is None:
+            ahead.begin(task, request, next_round)
         try:
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
@@ -104,10 +105,14 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         response.load.CopyFrom(self._load(task.num_batched))
         return response, task
 
-    def _may_go_on(self, session: WorkerSession, given: ScoreRound) -> bool:
-        """Return whether the plain round after this one may be scored ahead; a grammar's is left to its coordinator."""
-        is_plain = not given.draft_tokens and session.sampling.grammar is None
-        return self.scores_ahead and is_plain and given.committed_length < self._model.context_length
+    def _checked_next(self, message: target_pb2.Score) -> NextRound | None:
+        """Check what is said of the next round, if anything. Raises InvalidArgumentError."""
+        if not message.HasField("next_round"):
+            return None
+        try:
+            return codec.next_round_from_proto(message.next_round, self._model.context_length)
+        except codec.MalformedReply as error:
+            raise InvalidArgumentError({"score.next_round": f"has {error}"}) from None
 
     def _checked(self, message: target_pb2.Score) -> ScoreRound:
         """Check a round, so that nothing in it can harm another session.
@@ -119,8 +124,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise InvalidArgumentError({"score.tokens": "is empty; repeat at least the last committed token"})
         if num_drafted > MAX_DRAFT_TOKENS:
             raise InvalidArgumentError({"score.draft_tokens": f"has {num_drafted}; the maximum is {MAX_DRAFT_TOKENS}"})
-        if len(message.plain_unless) > MAX_UNLESS:
-            raise InvalidArgumentError({"score.plain_unless": f"has {len(message.plain_unless)}; at most {MAX_UNLESS}"})
         length = message.start + len(message.tokens) + num_drafted
         if length > self._model.context_length:
             holds = f"this worker's context holds {self._model.context_length}"
@@ -191,7 +194,7 @@ class ScoreRounds(SessionRounds):
         super().__init__(session)
         self._servicer = servicer
         self._observing = observing
-        self._ahead = ScoringAhead(servicer.engine)
+        self._ahead = ScoringAhead(servicer.engine, observing.rule)
         self._scored: ScoreTask | None = None  # the last round, until it is reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:

@@ -7,7 +7,7 @@ stays below a share of all time. A session in which nothing pays rests. What the
 drafted in whichever round it pays, also in a rest.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +17,12 @@ from coordinator.choosing.comparisons import Comparisons, Unused, is_chosen
 from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.costs import Counts
 from coordinator.choosing.estimates import JOINT_LENGTH, Estimates
-from coordinator.choosing.lookups import Lookups
+from coordinator.choosing.lookups import LOOKUP, Lookups
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Estimate, RoundOutcome, Trial
 from coordinator.choosing.rest import AWAKE_ROUNDS, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import AND
-from coordinator.lookup import LOOKUP, NO_MATCH, Match
+from specdec.exact.lookup import NO_MATCH, SHORTEST, Match, NextRound
 from specdec.exact.values import Proposal
 from specdec.types import MAX_DRAFT_TOKENS
 
@@ -63,6 +63,7 @@ class PlanChooser:
         self._is_scout = shared.is_scout()
         self._lookups = Lookups(shared, self._maximum, is_greedy) if looks_up and self._maximum else None
         self._match = NO_MATCH  # what this round has looked up
+        self._draft_lengths: tuple[int, ...] = ()  # of lookups, as promised to the target in the last round
         self._best: Estimate | None = None  # when plans were weighed last; None: plain decoding
         self._has_observed = False  # the target, for the drafters of this session: its prompt at least
 
@@ -99,28 +100,38 @@ class PlanChooser:
 
     def _plan_lookup(self, maximum: int) -> DraftPlan | None:
         """Return the plan that drafts what was looked up, if that is better than any other."""
-        if self._lookups is None or not self._match.num_tokens or maximum < 1 or not self._costs.knows_scoring:
+        lengths = self._draft_lengths or self._lookup_lengths()
+        if not lengths or not self._match.num_tokens:
             return None
-        found = self._lookups.best(self._match.num_tokens, self._lengths(maximum))
-        return replace(found.plan, observes=not self._rest.follows) if self._is_better(found) else None
+        length = min(lengths[self._match.num_tokens - SHORTEST], maximum)
+        return DraftPlan(LOOKUP, length, observes=not self._rest.follows) if length > 0 else None
+
+    def _lookup_lengths(self) -> tuple[int, ...]:
+        """Return how many tokens are drafted by the length of a match, as far as is known now."""
+        if self._lookups is None or not self._costs.knows_scoring:
+            return ()
+        return self._lookups.draft_lengths(self._lengths(self._maximum), self._is_better)
 
     def _is_better(self, found: Estimate) -> bool:
         """Return whether a lookup promises more than all else."""
         return found.speed > MIN_GAIN * max(1 / self._costs.plain_s(), self._best.speed if self._best else 0.0)
 
-    def drafted_of(self, lengths: Collection[int]) -> Collection[int]:
-        """Return which lengths of a match, in tokens, a round would draft, as far as that is known now."""
-        if self._lookups is None or not self._costs.knows_scoring:
-            return ()
-        lookups, numbers = self._lookups, self._lengths(self._maximum)
-        return {length for length in set(lengths) if self._is_better(lookups.best(length, numbers))}
+    def next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:
+        """Return what the round after a chosen one will draft, so that the target may score it ahead; None: who knows.
+
+        What it says of lookups is kept to.
+        """
+        self._draft_lengths = self._lookup_lengths()
+        next_round = NextRound(self._draft_lengths, self.expects_plain_after(plan), max_length)
+        return next_round if next_round.plain or any(self._draft_lengths) else None
 
     def expects_plain_after(self, plan: DraftPlan) -> bool:
-        """Return whether the target shall score the round after a chosen one ahead, as a plain one.
+        """Return whether the round after a chosen one will be plain, unless it looks something up.
 
         A rest that goes on makes that sure. In a busy target's forward one more row costs little, should it be in vain.
         """
-        return plan.drafter is None and (self._rest.follows or (self._is_busy and not self._trial))
+        is_plain = plan.drafter is None or (plan.drafter == LOOKUP and self._best is None)
+        return is_plain and (self._rest.follows or (self._is_busy and not self._trial))
 
     @property
     def _is_busy(self) -> bool:

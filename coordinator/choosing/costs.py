@@ -209,10 +209,6 @@ class Costs:
             return PRIOR_RESTING * awake_s
         return min(awake_s, self.score_s(0, RESTING) + self.other_s(is_resting=True))
 
-    def interrupting_s(self) -> float:
-        """Return what a draft costs a session that rests, besides its own round: the next one is not scored ahead."""
-        return max(0.0, self.score_s(0) + self.other_s() - self.plain_s())
-
     def slope_s(self, drafter: str) -> float:
         """Return the expected seconds of one more draft token of every session, drafted and scored."""
         score_s = self.num_sessions * self._scoring(drafter).slope()

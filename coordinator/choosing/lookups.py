@@ -6,7 +6,7 @@ round that does not draft what was found tells what that would have been worth, 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,10 @@ from coordinator.choosing.acceptance_history import SessionAcceptance
 from coordinator.choosing.costs import Counts
 from coordinator.choosing.plans import DraftPlan, Estimate
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.lookup import LOOKUP, Match
+from specdec.exact.lookup import LONGEST, SHORTEST, Match
 
-SHORTEST_OF = (2, 3, 4, 6, 9, 16)  # tokens of the shortest match of each class
+LOOKUP = "lookup"  # in place of a drafter's name, where the coordinator drafted what it found itself
+SHORTEST_OF = (SHORTEST, 3, 4, 6, 9, 16)  # tokens of the shortest match of each class
 COMPARED_LENGTH = 16  # tokens of a lookup that is not drafted, and compared with the text
 REMEMBERED_ROUNDS = 16  # an estimate holds for so many rounds, as costs change slowly
 
@@ -67,9 +68,14 @@ class Lookups:
     def _estimate(self, index: int, lengths: Counts) -> Estimate:
         tokens = self._acceptance[index].expected_tokens()[lengths]
         seconds = self._costs.score_each_s(lengths.astype(float), LOOKUP) + self._costs.other_s()
-        seconds += self._costs.interrupting_s()
         best = int(np.argmax(tokens / seconds))
         return Estimate(DraftPlan(LOOKUP, int(lengths[best])), float(tokens[best]), float(seconds[best]))
+
+    def draft_lengths(self, lengths: Counts, is_better: Callable[[Estimate], bool]) -> tuple[int, ...]:
+        """Return how many tokens a round drafts of a match of SHORTEST tokens, of SHORTEST + 1, and so on; 0: none."""
+        found = [self.best(shortest, lengths) for shortest in SHORTEST_OF]
+        by_class = [estimate.plan.num_draft_tokens if is_better(estimate) else 0 for estimate in found]
+        return tuple(by_class[_class_of(num_tokens)] for num_tokens in range(SHORTEST, LONGEST + 1))
 
     def observe(self, match: Match, num_drafted: int, num_accepted: int) -> None:
         """Add what was accepted of a match."""

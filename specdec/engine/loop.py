@@ -194,15 +194,14 @@ class EngineLoop(WorkerThread[TaskT]):
             previous.following = task
 
     def _begin_after(self, previous: Task[Any], task: Task[Any]) -> None:
-        """Let a task arrive, unless what it follows has failed or its session is over."""
+        """Let a task arrive, unless what it follows has failed, its session is over, or it is not wanted after all."""
         is_over = previous.submission.error or task.submission.abandoned or task.key in self._forgotten
-        if is_over or not task.is_wanted_after(previous):
-            task.fail(EngineError("the task that it follows failed, or was the last one"))
+        if is_over or not task.begin_after(previous):
+            task.fail(EngineError("what it follows failed, or was the last, or another task follows"))
             task.state = TaskState.ENDED
             self._deliver_end(task)
             return
         task.submission.arrive(next(self._numbers), self._outside.now_s())
-        task.begin_after(previous)
         self._schedule.add(task)  # type: ignore[arg-type]  # of the type of `previous`
 
     def _fail_abandoned(self) -> None:

@@ -151,17 +151,17 @@ class Task(Generic[ResultT]):
             prefix_digest=self.prefix_digest,
         )
 
-    def is_wanted_after(self, previous: "Task[Any]") -> bool:
-        """Return whether this one shall run at all, now that the one that it follows has ended well."""
+    def begin_after(self, previous: "Task[Any]") -> bool:
+        """Take from a task that has ended well, in the same loop, what this one follows: see `EngineLoop.follow`.
+
+        Return whether it shall run at all, now that the outcome of that one is known.
+        """
         return True
 
-    def begin_after(self, previous: "Task[Any]") -> None:
-        """Take from a task that has ended well, in the same loop, what this one follows: see `EngineLoop.follow`."""
-
-    def append_instead(self, start: int, tokens: list[int]) -> None:
+    def append_instead(self, start: int, tokens: list[int], num_rows: int = 1) -> None:
         """Append other tokens than it was made with; before it runs."""
-        self.start, self.tokens = start, list(tokens)
-        self._first_claim = (tuple(tokens), *self._first_claim[1:])
+        self.start, self.tokens, self.num_rows = start, list(tokens), num_rows
+        self._first_claim = (tuple(tokens), num_rows, self.parents)
 
     def proceed(self, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:
         """Append `tokens` next, instead of ending."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from specdec.exact.lookup import NUM_LENGTHS, NextRound
 from specdec.exact.tree import chain_parents, is_tree
 from specdec.exact.values import (
     MAX_OBSERVED_LAYERS,
@@ -27,7 +28,7 @@ from specdec.exact.values import (
     Timing,
     one_hot,
 )
-from specdec.types import MAX_LOGPROBS
+from specdec.types import MAX_DRAFT_TOKENS, MAX_LOGPROBS
 from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 UINT32 = np.dtype("<u4")
@@ -126,6 +127,23 @@ def score_to_proto(start: int, tokens: Sequence[int], proposal: Proposal, observ
         supports=distributions_to_proto(shipped, with_probs=False),
         without_observations=not observes,
     )
+
+
+def next_round_to_proto(next_round: NextRound) -> target_pb2.NextRound:
+    """Pack what the next round will most likely draft."""
+    return target_pb2.NextRound(
+        draft_lengths=next_round.draft_lengths, plain=next_round.plain, max_length=next_round.max_length
+    )
+
+
+def next_round_from_proto(message: target_pb2.NextRound, context_length: int) -> NextRound:
+    """Return what a round is told of the next one, at a worker whose context is so long. Raises MalformedReply."""
+    lengths = tuple(message.draft_lengths)
+    if len(lengths) > NUM_LENGTHS:
+        raise MalformedReply(f"{len(lengths)} draft lengths; at most {NUM_LENGTHS}")
+    if max(lengths, default=0) > MAX_DRAFT_TOKENS:
+        raise MalformedReply(f"a draft length of {max(lengths)}; at most {MAX_DRAFT_TOKENS}")
+    return NextRound(lengths, message.plain, min(message.max_length or context_length, context_length))
 
 
 def _shipped(proposal: Proposal) -> tuple[list[SparseDistribution], Sequence[int]]:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.lookups import COMPARED_LENGTH, SHORTEST_OF, Lookups
+from coordinator.choosing.lookups import COMPARED_LENGTH, LOOKUP, SHORTEST_OF, Lookups
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
 from coordinator.choosing.shared_statistics import FIRST_SCOUTS, SESSIONS_PER_SCOUT, SharedStatistics
-from coordinator.lookup import (
+from specdec.exact.lookup import (
     FIRST_SLOTS,
     LONGEST,
-    LOOKUP,
     MAX_READ,
     NO_MATCH,
     SHORTEST,
     Match,
+    NextRound,
     TextLookup,
     continued,
     num_common,
@@ -60,17 +60,26 @@ def test_a_long_prompt_is_read_in_parts() -> None:
     assert found == [0, 0, 0, 2]
 
 
-def test_successors_are_the_tokens_that_would_have_a_match() -> None:
-    lookup, tokens = TextLookup(), [9, 4, 1, 9, 4, 2, 8, 4, 3, 9, 4]
-    lookup.find(tokens)
-    expected = {token: length for token in (1, 2, 3) if (length := longest([*tokens, token])) >= SHORTEST}
-    assert lookup.successors(tokens) == expected == {1: 3, 2: 3, 3: 2}
+def test_a_shorter_text_is_read_anew() -> None:
+    lookup = TextLookup()
+    assert lookup.find([1, 2, 3, 4, 1, 2, 3]).num_tokens == 3
+    assert lookup.find([8, 9, 8, 9]) == Match(2, 2)
+    assert lookup.find([8, 9, 8, 9, 5, 8, 9]) == Match(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "length", "expected"),
+    [(0, 50, 0), (2, 50, 0), (3, 50, 5), (4, 50, 0), (3, 96, 3), (3, 99, 0), (3, 120, 0)],
+)
+def test_how_much_a_round_drafts_is_said_by_the_matchs_length(num_tokens: int, length: int, expected: int) -> None:
+    """And by what is left of the text."""
+    next_round = NextRound(draft_lengths=(0, 5), max_length=100)
+    assert next_round.num_draft_tokens(Match(7, num_tokens), length) == expected
 
 
 @pytest.mark.parametrize("tokens", [[], [3], [3, 3]])
 def test_short_texts_have_no_match(tokens: list[int]) -> None:
     assert TextLookup().find(tokens) == NO_MATCH
-    assert all(length >= SHORTEST for length in TextLookup().successors(tokens).values())
 
 
 def chooser_of(shared: SharedStatistics, *, looks_up: bool = True, fixed: int | None = None) -> PlanChooser:
@@ -103,8 +112,16 @@ def test_each_round_decides_by_its_own_match() -> None:
     assert plan.drafter == LOOKUP
     assert plan.num_draft_tokens >= 8
     assert chooser.choose(4, match=Match(5, 9)).num_draft_tokens <= 3, "the last token closes the round"
-    assert chooser.drafted_of([2, 9, 12]) == {9, 12}
-    assert not chooser.expects_plain_after(plan)
+    said = chooser.next_round(plan, ROOM)
+    assert said is not None
+    assert [said.num_draft_tokens(Match(5, length), 20) > 0 for length in (2, 9, 12)] == [False, True, True]
+    assert not said.plain
+    for _ in range(60):
+        assert chooser.choose(ROOM, match=Match(5, 9)) == plan, "what was said to the target is kept to"
+        chooser.observe(RoundOutcome(plan, plan.num_draft_tokens, (), 0.0, 1.4))
+    said = chooser.next_round(plan, ROOM)
+    assert said is None or not said.num_draft_tokens(Match(5, 9), 20)
+    assert chooser.choose(ROOM, match=Match(5, 9)).drafter != LOOKUP
 
 
 def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
@@ -117,6 +134,9 @@ def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
         chooser.observe(RoundOutcome(plan, 0, (), 0.0, 1.0))
     plan = chooser.choose(ROOM, match=Match(5, 9))
     assert (plan.drafter, plan.observes) == (LOOKUP, False)
+    said = chooser.next_round(plan, ROOM)
+    assert said
+    assert said.plain, "the rest goes on"
     chooser.observe(RoundOutcome(plan, plan.num_draft_tokens, (0,), 0.0, 1.2))
     assert chooser.choose(ROOM) == RESTING
 
@@ -151,7 +171,7 @@ def test_without_lookups_a_match_changes_nothing() -> None:
     teach(shared, 9, 12)
     for chooser in (chooser_of(shared, looks_up=False), chooser_of(shared, looks_up=False, fixed=4)):
         assert chooser.choose(ROOM, match=Match(5, 9)).drafter != LOOKUP
-        assert not chooser.drafted_of([9])
+        assert chooser.next_round(DraftPlan("a", 4), ROOM) is None
 
 
 def test_every_length_has_a_class() -> None:

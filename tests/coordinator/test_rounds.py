@@ -11,7 +11,6 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import MIN_FOUND, PLAIN, RESTING, DraftPlan, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
-from coordinator.lookup import NO_MATCH, Match
 from coordinator.rounds import (
     DEFAULT_OPTIONS,
     Drafted,
@@ -23,6 +22,7 @@ from coordinator.rounds import (
 )
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.acceptance import TokenRule
+from specdec.exact.lookup import NO_MATCH, Match
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.types import FinishReason, SamplingParams, TokenOrigin
 from tests.support.toy_coordinator import until
@@ -67,7 +67,7 @@ class TracedScorer(ToyScorer):
     async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         number = sum(kind == "score" for kind, _ in self.trace.events)
         self.trace.events.append(("score", number))
-        self.promised.append(options.plain_unless is not None)
+        self.promised.append(options.next_round is not None and options.next_round.plain)
         waiting = self.before(number)
         if waiting is not None:
             await waiting

@@ -20,6 +20,7 @@ from coordinator.rounds import ScoreOptions
 from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
+from specdec.exact.lookup import NextRound
 from specdec.exact.values import Proposal
 from specdec.retry import RetryPolicy
 from specdec.serving.channels import open_worker_channel
@@ -63,7 +64,7 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
             if request.HasField("score"):
                 self.requests.append((request.score.start, list(request.score.tokens)))
                 self.digests.append(request.score.prefix_digest)
-                self.promised.append(request.score.plain_follows)
+                self.promised.append(request.score.HasField("next_round"))
                 await context.write(well_answered(request.score))
             elif request.HasField("close"):
                 self.num_closed += 1
@@ -179,7 +180,9 @@ async def test_each_round_proves_what_it_builds_on_and_says_what_follows() -> No
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10)
         for committed in ([1, 2], [1, 2, 7], [1, 2, 7, 8, 9]):
-            await scorer.score(committed, Proposal(), ScoreOptions(plain_unless=() if len(committed) == 3 else None))
+            await scorer.score(
+                committed, Proposal(), ScoreOptions(next_round=NextRound() if len(committed) == 3 else None)
+            )
     assert servicer.digests == [b"digest of 0", b"digest of 2", b"digest of 3"]
     assert servicer.promised == [False, True, False]
 

@@ -16,9 +16,17 @@ class GoingOn(Generation):
         super().__init__(key, [0], num_new)
         self.on_draft = self.has_text = True
 
-    def begin_after(self, previous: Task[list[int]]) -> None:
+    def begin_after(self, previous: Task[list[int]]) -> bool:
         assert isinstance(previous, Generation)
         self.append_instead(previous.sequence.length, previous.output[-1:])
+        return True
+
+
+class NotWanted(GoingOn):
+    """Finds that another task follows."""
+
+    def begin_after(self, previous: Task[list[int]]) -> bool:
+        return False
 
 
 async def test_following_tasks_share_the_very_next_forward() -> None:
@@ -85,6 +93,18 @@ async def test_what_nobody_will_ask_for_is_not_run(how: str) -> None:
         assert await loop.run(Generation("b", [8])) == generated([8], 1)
     assert sum("a" in forward for forward in model.forwards) == 1
     assert model.cache.open("a").num_pins == 0
+
+
+async def test_a_task_that_is_not_wanted_after_all_is_not_run() -> None:
+    model = ToyModel()
+    async with engine(model) as loop:
+        previous, task = Generation("a", [7]), NotWanted("a")
+        loop.follow(previous, task)
+        assert await loop.run(previous) == generated([7], 1)
+        with pytest.raises(EngineError, match="another task follows"):
+            await loop.run(task)
+        assert await loop.run(Generation("b", [8])) == generated([8], 1)
+    assert model.forwards == [{"a": 1}, {"b": 1}]
 
 
 async def test_a_dropped_task_ends_in_mid_run() -> None:

@@ -25,11 +25,12 @@ from benchmarks.judging import (
 )
 from coordinator import rounds
 from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.plans import DraftPlan
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.lookup import LOOKUP, NO_MATCH, Match, TextLookup
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
+from specdec.exact.lookup import NO_MATCH, Match, TextLookup
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2

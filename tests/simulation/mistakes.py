@@ -382,9 +382,9 @@ MISTAKES = [
     ),
     Mistake(
         "a round is scored ahead after another token than was drawn",
-        "target_service.ahead:AheadTask.begin_after",
-        "self.append_instead(self.round.start, list(self.round.tokens))",
-        "self.append_instead(self.round.start, [UNKNOWN])",
+        "target_service.ahead:Following.after",
+        "ScoreRound(task.round.committed_length, emitted,",
+        "ScoreRound(task.round.committed_length, [UNKNOWN] * len(emitted),",
         1,
     ),
 ]

@@ -9,10 +9,10 @@ import torch
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.plans import DraftPlan, Missed
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.lookup import NO_MATCH, Match, continued
 from coordinator.rounds import Drafted, RoundParts
 from specdec.exact import randomness
 from specdec.exact.acceptance import TokenRule
+from specdec.exact.lookup import NO_MATCH, Match, continued
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import draw
 from specdec.exact.values import Proposal, Scores, SparseDistribution, Uniforms, Verdict

@@ -16,10 +16,10 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.joint_drafter import JointDrafter
-from coordinator.lookup import TextLookup
 from coordinator.rounds import DEFAULT_OPTIONS, Drafted, RoundParts, Scored, ScoreOptions, run_rounds
 from specdec.exact import randomness
 from specdec.exact.acceptance import AcceptanceRule, TokenRule
+from specdec.exact.lookup import TextLookup
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import SamplingContext, draw, draw_dense, next_token_distributions, sparse_distributions
 from specdec.exact.tree import path_to

@@ -1,17 +1,23 @@
 """Rounds that are scored before they are asked for: the same answers, used for exactly the round that they are of."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY
 
+from specdec.exact import codec
+from specdec.exact.acceptance import RULES
+from specdec.exact.lookup import NUM_LENGTHS, TextLookup, continued
 from specdec.exact.prefix import chain
-from specdec.exact.values import ObservationRequest
-from specdec.types import SamplingParams
+from specdec.exact.randomness import acceptance_uniforms
+from specdec.exact.values import ObservationRequest, Proposal
+from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service.ahead import AheadTask
 from target_service.scorer import ScoreTask
@@ -21,6 +27,7 @@ from tests.workers.target_service.streams import DRAFT, SUPPORTS, assert_scores,
 
 MODELS = Path(__file__).parents[3] / "models"
 NUM_ROUNDS = 12
+PLAIN_ROUND = pb.NextRound(plain=True)
 SAMPLINGS = {
     "plain": PLAIN,
     "greedy": SamplingParams(temperature=0, seed=1),
@@ -49,7 +56,7 @@ def counted() -> Callable[[], tuple[float, float]]:
 
 async def begun(stream: TargetStream, start: int, tokens: list[int]) -> pb.ScoreResponse:
     """Run a plain round that says that another one follows."""
-    return await stream.ask(score_request(start=start, tokens=tokens, plain_follows=True))
+    return await stream.ask(score_request(start=start, tokens=tokens, next_round=PLAIN_ROUND))
 
 
 def drawn(answer: pb.ScoreResponse) -> int:
@@ -99,30 +106,191 @@ async def test_drafts_can_follow_instead(
     assert_scores(decoded(answer), reference([*text, 12, 13, *DRAFT]).softmax(-1)[-4:], len(text) + 2)
 
 
+@dataclass
+class Looking:
+    """A session whose rounds draft what is looked up in its text, as a coordinator drafts it."""
+
+    stream: TargetStream
+    sampling: SamplingParams
+    rule: AcceptanceRuleName
+    next_round: pb.NextRound
+    text: list[int]
+    start: int = 0  # tokens of the text that the worker has
+    lookup: TextLookup = field(default_factory=TextLookup)
+    num_drafted: list[int] = field(default_factory=list)  # draft tokens of each round
+    num_accepted: int = 0
+    answers: list[pb.ScoreResponse] = field(default_factory=list)
+
+    async def run(self, num_rounds: int) -> None:
+        """Run so many rounds."""
+        for _ in range(num_rounds):
+            draft = self.draft()
+            new, start = self.text[self.start :], self.start
+            self.start = len(self.text)
+            self.text += await self.round(start, new, draft)
+
+    def draft(self) -> Proposal:
+        """Return what is looked up: up to three tokens of a match of three."""
+        match = self.lookup.find(self.text)
+        return continued(self.text, match, min(3, 127 - len(self.text)) if match.num_tokens > 2 else 0)
+
+    async def round(self, start: int, tokens: list[int], draft: Proposal) -> list[int]:
+        """Run one round; return what it commits."""
+        message = codec.score_to_proto(start, tokens, draft)
+        message.next_round.CopyFrom(self.next_round)
+        answer = await self.stream.ask(pb.ScoreRequest(score=message))
+        assert answer.cached_len == start + len(tokens)
+        self.answers.append(answer)
+        self.num_drafted.append(len(draft))
+        scores = codec.scores_from_proto(answer, draft, 300)
+        assert self.sampling.seed is not None
+        draws = acceptance_uniforms(self.sampling.seed, answer.cached_len, len(draft))
+        verdict = RULES[self.rule].accept(draft, scores, draws)
+        self.num_accepted += len(verdict.path)
+        return [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
+
+
+def looking(
+    channel: grpc.aio.Channel,
+    name: str,
+    sampling: SamplingParams,
+    rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK,
+    prompt: Sequence[int] = (5, 6, 7, 5, 6, 7, 5, 6),
+    **next_round: object,
+) -> Looking:
+    """Return a session that drafts up to three tokens of each match, and nothing where there is none."""
+    said = {"draft_lengths": [0, *[3] * (NUM_LENGTHS - 1)], "plain": True, "max_length": 128} | next_round
+    stream = TargetStream(channel, name, sampling, num_prompt=len(prompt), rule=rule.value)
+    return Looking(stream, sampling, rule, pb.NextRound(**said), list(prompt))  # type: ignore[arg-type]
+
+
+LOOKED_UP = {
+    "greedy": SamplingParams(temperature=0, seed=1),
+    "loop": SamplingParams(temperature=0, frequency_penalty=-2, seed=1),
+    "nearly greedy": SamplingParams(temperature=0.05, seed=3),
+    "few tokens": SamplingParams(temperature=1, top_k=2, seed=4),
+    "penalties": SamplingParams(temperature=0, presence_penalty=1e-3, frequency_penalty=1e-5, seed=2),
+    "log probabilities": SamplingParams(temperature=0.05, seed=3, num_logprobs=2),
+}
+
+
 @in_module_loop
-@pytest.mark.parametrize("is_told", [True, False])
-async def test_nothing_is_scored_ahead_after_a_token_that_a_draft_follows(
+@pytest.mark.parametrize("rule", AcceptanceRuleName)
+@pytest.mark.parametrize("name", LOOKED_UP)
+async def test_what_is_looked_up_is_scored_ahead(
+    channel: grpc.aio.Channel,
+    without: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+    name: str,
+    rule: AcceptanceRuleName,
+) -> None:
+    """Whatever each round commits: nothing, a part or all of its draft."""
+    expected = looking(without, next(names), LOOKED_UP[name], rule)
+    await expected.run(30)
+    assert counted() == (0, 0)
+    session = looking(channel, next(names), LOOKED_UP[name], rule)
+    await session.run(30)
+    await session.stream.close()
+    assert session.text == expected.text
+    assert list(map(values, session.answers)) == list(map(values, expected.answers))
+    assert counted() == (30, 29), "only the last one was not asked for"
+    assert session.num_accepted > 0
+
+
+@in_module_loop
+async def test_without_its_rule_only_what_follows_a_plain_round_is_known(
+    channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
+) -> None:
+    session = looking(channel, next(names), LOOKED_UP["few tokens"])
+    session.stream = TargetStream(channel, next(names), LOOKED_UP["few tokens"], num_prompt=8)
+    await session.run(30)
+    await session.stream.close()
+    num_plain = session.num_drafted[:-1].count(0)
+    assert counted() == (num_plain + (session.num_drafted[-1] == 0), num_plain)
+    assert 0 < num_plain < 29
+
+
+@in_module_loop
+async def test_what_follows_drawn_tokens_is_not_known(
+    channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
+) -> None:
+    stream = TargetStream(channel, next(names), rule=AcceptanceRuleName.TOKEN.value)
+    message = score_request(tokens=PROMPT, draft_tokens=DRAFT, supports=packed_supports(*SUPPORTS), sources=[1, 2, 3])
+    message.score.next_round.CopyFrom(PLAIN_ROUND)
+    await stream.ask(message)
+    await stream.close()
+    assert counted() == (0, 0)
+
+
+@in_module_loop
+@pytest.mark.parametrize(
+    ("next_round", "left", "is_begun"),
+    [
+        (pb.NextRound(plain=True), None, True),
+        (pb.NextRound(draft_lengths=[0] * 14 + [3]), None, True),
+        (pb.NextRound(), None, False),
+        (pb.NextRound(draft_lengths=[3] * 14), None, False),
+        (pb.NextRound(plain=True), 1, True),
+        (pb.NextRound(plain=True), 0, False),
+        (pb.NextRound(draft_lengths=[3] * 15), 2, True),
+        (pb.NextRound(draft_lengths=[3] * 15), 1, False),
+    ],
+    ids=map(str, range(8)),
+)
+async def test_a_round_that_nobody_knows_of_is_not_begun(
+    channel: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+    next_round: pb.NextRound,
+    left: int | None,
+    is_begun: bool,
+) -> None:
+    """By then the text is a loop, whose end has the longest match, and `left` tokens may be left."""
+    session = looking(channel, next(names), LOOKED_UP["loop"])
+    await session.run(20)
+    length = len(session.text) + 4
+    session.next_round.CopyFrom(next_round)
+    session.next_round.max_length = 0 if left is None else length + left
+    await session.run(1)
+    await session.stream.close()
+    assert len(session.text) == length, "all of the draft was accepted"
+    assert counted() == (20 + is_begun, 20)
+
+
+@in_module_loop
+@pytest.mark.parametrize("what", ["fewer draft tokens", "another draft token", "a tree", "nothing drafted"])
+async def test_another_draft_is_scored_anew(
     channel: grpc.aio.Channel,
     names: Iterator[str],
     reference: Reference,
     counted: Callable[[], tuple[float, float]],
-    is_told: bool,
+    what: str,
 ) -> None:
-    """Where another token is drawn, all goes on as ever; the round with the draft is answered as any."""
-    token = drawn(await begun(TargetStream(channel, next(names)), 0, PROMPT))
-    before = counted()
-    stream = TargetStream(channel, next(names))
-    unless = [3, token] if is_told else [3, token + 1]
-    assert drawn(await stream.ask(score_request(tokens=PROMPT, plain_follows=True, plain_unless=unless))) == token
-    text = [*PROMPT, token]
-    if is_told:
-        answer = await stream.score(len(PROMPT), [token], DRAFT, SUPPORTS)
-        assert_scores(decoded(answer), reference(text + DRAFT).softmax(-1)[-4:], len(text))
-    else:
-        await stream.ask(score_request(start=len(PROMPT), tokens=[token]))
-    begun_ahead, hits = (now - then for now, then in zip(counted(), before, strict=True))
-    assert hits == (not is_told)
-    assert begun_ahead == (not is_told)
+    """What the worker has of it in its cache is kept as far as it is the same."""
+    session = looking(channel, next(names), SamplingParams(seed=7), prompt=[5, 6, 7, 5, 6, 7, 5, 6], plain=False)
+    await session.run(1)
+    drafts = {
+        "fewer draft tokens": [1, 2],
+        "another draft token": [1, 2, 3],
+        "a tree": [1, 2, 3],
+        "nothing drafted": [],
+    }
+    draft = drafts[what]
+    message = score_request(
+        start=8,
+        tokens=session.text[8:],
+        draft_tokens=draft,
+        supports=packed_supports(*([token] for token in draft)),
+        parents=[0, 0, 2] if what == "a tree" else [],
+    )
+    answer = await session.stream.ask(message)
+    masses = np.frombuffer(answer.tail_mass, "<f4")
+    paths = {"a tree": [[], [1], [2], [2, 3]]}.get(what, [draft[:end] for end in range(len(draft) + 1)])
+    last = reference(session.text + draft)[len(session.text) - 1 :].softmax(-1)
+    assert masses[0] == pytest.approx(1 - sum(float(last[0][path[0]]) for path in paths if len(path) == 1), abs=1e-5)
+    assert len(masses) == len(paths)
+    assert counted()[1] == 0
 
 
 @in_module_loop
@@ -192,7 +360,7 @@ async def test_only_plain_rounds_are_scored_ahead(
 ) -> None:
     stream = TargetStream(channel, next(names))
     tokens = [5] * 128 if why == "a full context" else PROMPT
-    message = score_request(start=0, tokens=tokens, plain_follows=True)
+    message = score_request(start=0, tokens=tokens, next_round=PLAIN_ROUND)
     if why == "draft tokens":
         message.score.draft_tokens.extend(DRAFT)
         message.score.supports.CopyFrom(packed_supports(*SUPPORTS))
@@ -222,7 +390,7 @@ async def test_a_round_is_used_if_it_observed_what_is_asked_for(
     answers = [await begun(stream, 0, PROMPT)]
     for without in (False, True, True, False):
         tokens, start = [drawn(answers[-1])], len(PROMPT) + len(answers) - 1
-        message = score_request(start=start, tokens=tokens, plain_follows=True, without_observations=without)
+        message = score_request(start=start, tokens=tokens, next_round=PLAIN_ROUND, without_observations=without)
         answers.append(await stream.ask(message))
     assert [answer.observations.count for answer in answers] == [len(PROMPT), 1, 0, 0, 1]
     assert counted() == (4, 3), "what follows a round without observations has none either"

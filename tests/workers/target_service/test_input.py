@@ -105,9 +105,13 @@ BAD_ROUNDS = {
         score_request(tokens=[1], draft_tokens=[1] * 33, supports=packed_supports(*[[1]] * 33)),
         "score.draft_tokens has 33",
     ),
-    "too many tokens after which no plain round follows": (
-        score_request(tokens=[1], plain_follows=True, plain_unless=[1] * 65),
-        "score.plain_unless has 65",
+    "too many draft lengths": (
+        score_request(tokens=[1], next_round=pb.NextRound(draft_lengths=[1] * 16)),
+        "score.next_round has 16 draft lengths; at most 15",
+    ),
+    "too long a draft in the next round": (
+        score_request(tokens=[1], next_round=pb.NextRound(draft_lengths=[1, 33])),
+        "score.next_round has a draft length of 33; at most 32",
     ),
     "past the context": (
         score_request(tokens=[1] * CONTEXT_LENGTH, draft_tokens=[1], supports=packed_supports([1])),

@@ -1,7 +1,8 @@
 """Looking up how a session's text goes on, in that text itself: what followed the longest match of its end.
 
-The coordinator has the text, so this asks no worker and takes microseconds, and what was found is known before a round
-is planned. Saxena 2023, "Prompt lookup decoding". Matches are found by hash chains, as deflate finds them (RFC 1951).
+It takes microseconds and depends on nothing but the text. So the coordinator knows what was found before it plans a
+round, and the target worker, which has the text too, finds the same, and may score it before it is asked to. Saxena
+2023, "Prompt lookup decoding". Matches are found by hash chains, as deflate finds them (RFC 1951).
 """
 
 from array import array
@@ -11,14 +12,13 @@ from itertools import cycle, islice
 
 from specdec.exact.values import Proposal, one_hot
 
-LOOKUP = "lookup"  # in place of a drafter's name, where the coordinator drafted what it found itself
 SHORTEST = 2  # tokens of a match
 LONGEST = 16  # longer matches count as this long
 MAX_CANDIDATES = 16  # places that are compared for one match, the latest first
-MAX_SUCCESSORS = 32  # places of the last token that are looked at for what may follow it
+NUM_LENGTHS = LONGEST - SHORTEST + 1  # of matches
 MAX_READ = 2048  # tokens of a new text that are read in one round: they hold the event loop for 2 ms
 FIRST_SLOTS = 1 << 10
-MULTIPLIERS = (0x85EBCA6B, 0x9E3779B1)  # of a gram's last and last but one token; odd, and unlike each other
+MULTIPLIERS = (0x85EBCA6B, 0x9E3779B1)  # of a pair's last and first token; odd, and unlike each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +32,37 @@ class Match:
 NO_MATCH = Match()
 
 
-class Chains:
-    """The places of all grams of one or two tokens in a text, by hash; at most 12 bytes a token of the text."""
+@dataclass(frozen=True, slots=True)
+class NextRound:
+    """What the round after another one will most likely draft, as far as is known before that one's outcome.
 
-    def __init__(self, gram_length: int) -> None:
-        self._gram_length = gram_length
-        self._latest = array("I", bytes(4 * FIRST_SLOTS))  # by hash: where the token after a gram is; 0: nowhere
-        self._earlier = array("I", bytes(4 * gram_length))  # by position: the one before it with the same hash
+    It drafts what followed the longest match of the text's end, `draft_lengths[i]` tokens of it after a match of
+    SHORTEST + i tokens.
+    """
+
+    draft_lengths: Sequence[int] = ()  # [NUM_LENGTHS]; those that are missing are 0
+    plain: bool = False  # where that is nothing, nothing is drafted at all; else nobody knows
+    max_length: int = 1 << 31  # tokens of the text at which the session ends at the latest
+
+    def num_draft_tokens(self, match: Match, length: int) -> int:
+        """Return how many tokens are drafted after a match at the end of a text of `length` tokens."""
+        place = match.num_tokens - SHORTEST
+        wanted = self.draft_lengths[place] if 0 <= place < len(self.draft_lengths) else 0
+        return max(0, min(wanted, self.max_length - length - 1))
+
+
+class Chains:
+    """The places of all pairs of tokens in a text, by hash; at most 12 bytes a token of the text."""
+
+    def __init__(self) -> None:
+        self._latest = array("I", bytes(4 * FIRST_SLOTS))  # by hash: where the token after a pair is; 0: nowhere
+        self._earlier = array("I", bytes(4 * SHORTEST))  # by position: the one before it with the same hash
 
     def __len__(self) -> int:
         return len(self._earlier)
 
     def read(self, tokens: Sequence[int], end: int) -> None:
-        """Add the grams that end before the positions up to `end`, which is none of them."""
+        """Add the pairs that end before the positions up to `end`, which is none of them."""
         for position in range(len(self._earlier), end):
             if position > len(self._latest) // 2:
                 self._grow(tokens, position)
@@ -53,7 +71,7 @@ class Chains:
             self._latest[slot] = position
 
     def places(self, tokens: Sequence[int], maximum: int) -> Iterator[int]:
-        """Give where the gram at the text's end may have occurred before, latest first; hashes may be wrong."""
+        """Give where the pair at the text's end may have occurred before, latest first; hashes may be wrong."""
         position = self._latest[self._slot(tokens, len(tokens))]
         for _ in range(maximum):
             if not position:
@@ -63,23 +81,21 @@ class Chains:
 
     def _grow(self, tokens: Sequence[int], end: int) -> None:
         self._latest = array("I", bytes(8 * len(self._latest)))
-        for position in range(self._gram_length, end):
+        for position in range(SHORTEST, end):
             slot = self._slot(tokens, position)
             self._earlier[position] = self._latest[slot]
             self._latest[slot] = position
 
     def _slot(self, tokens: Sequence[int], position: int) -> int:
-        hashed = tokens[position - 1] * MULTIPLIERS[0]
-        if self._gram_length == 2:
-            hashed += tokens[position - 2] * MULTIPLIERS[1]
+        hashed = tokens[position - 1] * MULTIPLIERS[0] + tokens[position - 2] * MULTIPLIERS[1]
         return (hashed >> 7) & (len(self._latest) - 1)
 
 
 class TextLookup:
-    """What followed earlier in one text that only grows."""
+    """What followed earlier in one text that only grows; a shorter one is read anew."""
 
     def __init__(self) -> None:
-        self._pairs, self._singles = Chains(2), Chains(1)
+        self._pairs = Chains()
 
     def find(self, tokens: Sequence[int]) -> Match:
         """Return the longest match of the text's end, the latest of several; nothing while a long text is read."""
@@ -94,23 +110,12 @@ class TextLookup:
                 break
         return best if best.num_tokens >= SHORTEST else NO_MATCH
 
-    def successors(self, tokens: Sequence[int]) -> dict[int, int]:
-        """Return the tokens with which the text's end would have a match, and the match's length; after `find`."""
-        end, found = len(tokens), dict[int, int]()
-        if not self._read(tokens):
-            return found
-        for position in self._singles.places(tokens, MAX_SUCCESSORS):
-            num_tokens = num_common(tokens, position, end)
-            if num_tokens:
-                token = tokens[position]
-                found[token] = max(found.get(token, 0), min(num_tokens + 1, LONGEST))
-        return found
-
     def _read(self, tokens: Sequence[int]) -> bool:
         """Add what is new of a text, or a part of it; return whether all of it is there."""
+        if len(tokens) < len(self._pairs):
+            self._pairs = Chains()
         end = min(len(tokens), len(self._pairs) + MAX_READ)
-        for chains in (self._pairs, self._singles):
-            chains.read(tokens, end)
+        self._pairs.read(tokens, end)
         return end == len(tokens) >= SHORTEST
 
 
