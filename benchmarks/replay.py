@@ -154,7 +154,9 @@ class Fixed(PlanChooser):
         super().__init__(SharedStatistics(), [], 0)
         self._plan = plan
 
-    def choose(self, remaining_tokens: int, available: object = None, match: Match = NO_MATCH) -> DraftPlan:
+    def choose(
+        self, remaining_tokens: int, available: object = None, match: Match = NO_MATCH, num_offered: int = 0
+    ) -> DraftPlan:
         """Return it, as far as there is room."""
         count = min(self._plan.num_draft_tokens, remaining_tokens - 1)
         return DraftPlan(self._plan.drafter, count) if count > 0 else RESTING

@@ -108,8 +108,9 @@ def smollm2() -> Served:
 
 @contextmanager
 def sharing_nothing() -> Iterator[None]:
-    """Keep draft workers that start here from drafting what another configuration wrote after the same prompt."""
-    variables = {"SPECDEC_RECYCLE_SHARED": "false", "SPECDEC_SUFFIX_SHARED_TOKENS": "0"}
+    """Keep workers that start here from drafting what another configuration wrote after the same prompt."""
+    shared = {"RECYCLE_SHARED": "false", "SUFFIX_SHARED_TOKENS": "0", "OFFERS_SHARED": "false"}
+    variables = {f"SPECDEC_{name}": value for name, value in shared.items()}
     os.environ.update(variables)
     try:
         yield

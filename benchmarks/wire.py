@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from benchmarks import tables
 from draft_service.drafter import NO_OBSERVATIONS
 from draft_service.drafters.model import ModelDrafterSettings
-from draft_service.drafters.recycle import NUM_SUCCESSORS
+from specdec.drafting.successors import NUM_SUCCESSORS
 from specdec.exact import codec
 from specdec.exact.prefix import DIGEST_BYTES
 from specdec.exact.sampling import draw, sparse_distributions

@@ -5,13 +5,14 @@ The next round runs while the last one's commit is in flight; only emission wait
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Protocol
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.lookups import LOOKUP
+from coordinator.choosing.offers import OFFER
 from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
@@ -44,6 +45,15 @@ class Scored:
     elapsed_s: float
     num_fed: int = 1  # committed tokens that the worker had to read first
     num_sessions: int = 1  # at the worker, waiting or in the forward
+    offer: Proposal = Proposal()  # noqa: RUF009  # frozen; what the target scores ahead as the next round's draft
+
+
+@dataclass(slots=True)
+class Before:
+    """What the last round here has left for the next one."""
+
+    num_new: int = 0  # tokens that it committed; 0: there was none
+    offer: Proposal = field(default_factory=Proposal)  # of the target
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +147,11 @@ async def run_rounds(
     committing.set_result(None)
     comparing = Comparing(parts)
     try:
-        num_new = 0  # tokens of the last round
+        before = Before()
         while not generation.done:
             await until_wanted()
             with spans.current().begin_round(generation.statistics.num_rounds) as tracing:
-                played = await run_round(generation, parts, comparing, num_new)
-                num_new = len(played.emitted)
+                played = await run_round(generation, parts, comparing, before)
                 await asyncio.shield(committing)
                 committing = asyncio.ensure_future(publish(played))
             tracing.end_after(committing)
@@ -228,25 +237,29 @@ async def draft(
 
 
 async def _drafted(
-    parts: RoundParts, committed: list[int], chosen: DraftPlan, match: Match
+    parts: RoundParts, committed: list[int], chosen: DraftPlan, match: Match, offer: Proposal
 ) -> tuple[DraftPlan, Drafted, Missed | None]:
-    """Draft what was looked up, or as `draft` does."""
+    """Draft what was looked up, or what the target has offered, or as `draft` does."""
     if match.num_tokens and chosen.drafter == LOOKUP:
         return chosen, Drafted(continued(committed, match, chosen.num_draft_tokens)), None
+    if offer and chosen.drafter == OFFER:
+        parts.chooser.compare_lookup(len(committed))
+        return chosen, Drafted(offer), None
     parts.chooser.compare_lookup(len(committed))
     return await draft(parts.drafters, committed, chosen)
 
 
-async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, num_new: int = 0) -> Round:
-    """Draft, score, accept; return what is to be committed. The last round here, if any, committed `num_new` tokens."""
+async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, before: Before) -> Round:
+    """Draft, score, accept; return what is to be committed, and leave what the next round shall know in `before`."""
+    num_new, offer = before.num_new, before.offer
     if forced := parts.forced_draft(generation):
-        return await _run_forced_round(generation, parts, forced)
+        return await _run_forced_round(generation, parts, forced, before)
     begin = parts.outside.now_s()
     await comparing.wait()
     available = AvailableDrafters(parts.drafters)
     match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
-    chosen = parts.chooser.choose(generation.remaining_tokens, available, match)
-    plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match)
+    chosen = parts.chooser.choose(generation.remaining_tokens, available, match, len(offer))
+    plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match, offer)
     proposal = drafted.proposal
     comparing.begin(chosen, available, generation.committed)
     if missed:
@@ -255,6 +268,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     scored = await parts.scorer.score(generation.committed, proposal, options)
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
+    before.num_new, before.offer = len(finished_round.emitted), scored.offer
     parts.chooser.settle(generation.committed)
     parts.chooser.observe(
         RoundOutcome(
@@ -282,10 +296,11 @@ def _next_round(generation: Generation, parts: RoundParts, plan: DraftPlan) -> N
     return parts.chooser.next_round(plan, max_length)
 
 
-async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal) -> Round:
+async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal, before: Before) -> Round:
     """Score what the session's grammar forces. The chooser learns no costs from it, as no drafter took part."""
     scored = await parts.scorer.score(generation.committed, proposal)
     finished_round, _ = _accepted(generation, parts, proposal, scored, 0.0, GRAMMAR)
+    before.num_new, before.offer = len(finished_round.emitted), scored.offer
     parts.chooser.settle(generation.committed)
     return finished_round
 

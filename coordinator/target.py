@@ -222,6 +222,8 @@ class SessionScorer:
             if bool(scores.logprobs) != self._wants_logprobs:
                 raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
             _check_observations(scores, len(committed), len(proposal))
+            num_offered = options.next_round.num_offered if options.next_round else 0
+            offer = codec.offer_from_proto(reply.offer, num_offered, self._vocab_size)
         except (codec.MalformedReply, ValueError) as error:
             failure = UnavailableError(f"a target worker answered against the contract: {error}")
             self._stream.distrust(failure)
@@ -230,7 +232,7 @@ class SessionScorer:
         self._loads.report(reply.load)
         load = reply.load
         num_sessions = max(1, load.num_waiting + load.num_running - load.num_without_place)
-        return Scored(scores, self._outside.now_s() - begin, self._stream.num_fed, num_sessions)
+        return Scored(scores, self._outside.now_s() - begin, self._stream.num_fed, num_sessions, offer)
 
     async def close(self) -> None:
         """End the session at the worker."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draft_service.context_index import ContextIndex
-from draft_service.sharing import GREEDY, draws_of, group_of
 from specdec.serving.session_stream import WorkerSession
+from specdec.serving.sharing import GREEDY, draws_of, group_of
 
 CHUNK_TOKENS = 100  # a millisecond of work before the event loop gets its turn
 

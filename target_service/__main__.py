@@ -17,6 +17,7 @@ from specdec.serving.shared_model import follow_worker, shared
 from specdec.serving.tokenizer import load_tokenizer
 from specdec.v1 import status_pb2_grpc, target_pb2_grpc
 from target_service.metrics import METRICS
+from target_service.offering import SharedSuccessors
 from target_service.scorer import Scorer
 from target_service.servicer import TargetServicer
 from target_service.settings import TargetSettings
@@ -44,7 +45,8 @@ async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]
         engine = new_engine(settings, model, scorer)
         METRICS.watch(engine)
         grammars = GrammarCompiler(lambda: load_tokenizer(settings.model).to_str(), info.vocab_size, info.eos_token_ids)
-        servicer = TargetServicer(engine, scorer, info, grammars, settings.score_ahead)
+        successors = SharedSuccessors(settings.offers_shared)
+        servicer = TargetServicer(engine, scorer, info, grammars, settings.score_ahead, successors)
         target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
         status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer("target"), server.grpc)
         async with running(engine, server, settings.stalled_s):

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from specdec.drafting.successors import NUM_SUCCESSORS
 from specdec.engine import Feed, Task
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError
 from specdec.exact import codec
@@ -28,6 +29,7 @@ from specdec.exact.tree import chain_parents, children_of, path_to, union
 from specdec.exact.values import ObservationRequest, Observations, PositionLogprobs, Scores, TargetDistribution
 from specdec.serving.session_stream import WorkerSession
 from target_service.metrics import METRICS
+from target_service.offering import SessionOffers
 
 MAX_OBSERVED_BYTES = 8 << 20  # of the prompt's hidden states in one answer: half of the largest message
 
@@ -70,6 +72,7 @@ class ScoreTask(Task[Scores]):
     """One session's round in the engine: logits at the last committed token and at the N draft tokens."""
 
     digest = b""  # of the committed tokens, once they are cached
+    offers: SessionOffers | None = None  # told of the most probable tokens, where drafts are offered
 
     def __init__(
         self, session: WorkerSession, given: ScoreRound, watch: Watch, match: bool, num_committed: int | None = None
@@ -101,9 +104,9 @@ class ScoreTask(Task[Scores]):
         return len(self.round.draft_tokens) + 1
 
     def score_instead(self, given: ScoreRound) -> None:
-        """Score another round than it was made for, a chain; before it runs."""
+        """Score another round than it was made for; before it runs."""
         self.round = given
-        self.append_instead(given.start, [*given.tokens, *given.draft_tokens], self.num_positions)
+        self.append_instead(given.start, [*given.tokens, *given.draft_tokens], self.num_positions, given.parents)
         self.prefix_digest, self.on_draft = given.prefix_digest, True
         if self.hidden_layers:
             self.num_observed = self.watch.window + len(given.draft_tokens)
@@ -164,14 +167,24 @@ class Scorer:
         if not tasks:
             return
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
+        successors = self._successors(tasks, scored)
         finite, answers = self._target_distributions(tasks, scored, contexts)
         for task, rows, (begin, end) in zip(tasks, rows_of, _spans(tasks), strict=True):
             if not all(finite[begin:end]):
                 message = "the model's logits for this session are not finite; restart it, or its worker"
                 task.fail(NonFiniteLogitsError(message))
                 continue
+            if task.offers:
+                tokens = [task.round.tokens[-1], *task.round.draft_tokens]
+                task.offers.report(task.round.committed_length, tokens, successors[begin:end])
             positions = tuple(answers[begin:end])
             task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
+
+    def _successors(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> tuple[bytes, ...]:
+        """Return the most probable tokens by logits [sum of N + 1, V], one entry a row; nothing where nobody asks."""
+        if not any(task.offers for task in tasks):
+            return ()
+        return _bytes_of(top_tokens(logits, min(NUM_SUCCESSORS, logits.shape[-1])).to(torch.int32))
 
     def _target_distributions(
         self, tasks: Sequence[ScoreTask], logits: torch.Tensor, contexts: Sequence[SamplingContext]

@@ -27,6 +27,7 @@ from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.ahead import ScoringAhead
 from target_service.metrics import METRICS
 from target_service.observing import Observing, observing_from_proto
+from target_service.offering import SessionOffers, SharedSuccessors
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
@@ -42,9 +43,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         model: ModelInfo,
         grammars: GrammarCompiler | None = None,
         scores_ahead: bool = True,
+        successors: SharedSuccessors | None = None,
     ) -> None:
         self.engine = engine
         self.scores_ahead = scores_ahead
+        self.successors = successors or SharedSuccessors()
         self._scorer = scorer
         self._model = model
         self._grammars = grammars
@@ -99,6 +102,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         if not request:  # a round that was scored ahead may have observed in vain
             scores = replace(scores, observations=None)
         response = codec.scores_to_proto(observing.of_accepted(scores, given, session.seed))
+        if offer := ahead.offer:
+            response.offer.draft_tokens.extend(offer.draft_tokens)
+            response.offer.parents.extend(offer.parents)
         response.cached_len = given.committed_length
         timings = task.timings
         response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
@@ -194,7 +200,9 @@ class ScoreRounds(SessionRounds):
         super().__init__(session)
         self._servicer = servicer
         self._observing = observing
-        self._ahead = ScoringAhead(servicer.engine, observing.rule)
+        self._ahead = ScoringAhead(
+            servicer.engine, observing.rule, lambda: SessionOffers(session, servicer.successors.of(session))
+        )
         self._scored: ScoreTask | None = None  # the last round, until it is reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:

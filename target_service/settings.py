@@ -17,7 +17,10 @@ class TargetSettings(SharedModelSettings):
         description="int8, on the CPU: weights of 8 bits: another model, which computes the same at any load",
     )
     score_ahead: bool = Field(
-        True, description="score a plain round that is sure to follow while the answer before it is on its way"
+        True, description="score the round that will most likely follow while the answer before it is on its way"
+    )
+    offers_shared: bool = Field(
+        True, description="what it drafts itself it learns from all sessions of a tenant, not from each one alone"
     )
     observation_window: int = Field(
         256, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"

@@ -18,6 +18,7 @@ from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.costs import Counts
 from coordinator.choosing.estimates import JOINT_LENGTH, Estimates
 from coordinator.choosing.lookups import LOOKUP, Lookups
+from coordinator.choosing.offers import OFFER, Offers
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Estimate, RoundOutcome, Trial
 from coordinator.choosing.rest import AWAKE_ROUNDS, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
@@ -60,24 +61,38 @@ class PlanChooser:
         self._next_compared = list(drafters)  # drafters whose unused proposals can be compared, in turn
         self._rest = Rest()
         self._clear_loss = CLEAR_GREEDY_LOSS if is_greedy else CLEAR_LOSS
-        self._is_scout = shared.is_scout()
+        self._is_scout = not self._is_fixed and shared.is_scout()
         self._lookups = Lookups(shared, self._maximum, is_greedy) if looks_up and self._maximum else None
+        self._all_lengths = self._lengths(self._maximum)
+        self._offers = Offers(shared, self._all_lengths, is_greedy) if looks_up and self._maximum else None
+        self._num_offered = 0  # draft tokens that the target may offer for this round
         self._match = NO_MATCH  # what this round has looked up
         self._draft_lengths: tuple[int, ...] = ()  # of lookups, as promised to the target in the last round
         self._best: Estimate | None = None  # when plans were weighed last; None: plain decoding
         self._has_observed = False  # the target, for the drafters of this session: its prompt at least
 
     def choose(
-        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+        self,
+        remaining_tokens: int,
+        available: Iterable[str] | None = None,
+        match: Match = NO_MATCH,
+        num_offered: int = 0,
     ) -> DraftPlan:
         """Return the plan of a round that may commit at most `remaining_tokens` tokens, one of which closes it.
 
-        `available` are the drafters whose workers answer; None: all. `match` is what the coordinator has looked up.
+        `available` are the drafters whose workers answer; None: all. `match` is what the coordinator has looked up,
+        and so many draft tokens are offered by the target, which has begun to score them.
         """
         self._match = match
         if looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum)):
             self._trial = None
             return looked_up
+        if self._offers and self._num_offered and not num_offered:
+            self._offers.observe(self._num_offered, 0, ())
+        if 0 < num_offered < remaining_tokens:
+            self._trial = None
+            self._rest.goes_on(self._costs.num_sessions)
+            return DraftPlan(OFFER, self._num_offered, observes=False)
         if self._rest.goes_on(self._costs.num_sessions):
             return RESTING
         names = set(self._acceptance if available is None else available)
@@ -110,28 +125,51 @@ class PlanChooser:
         """Return how many tokens are drafted by the length of a match, as far as is known now."""
         if self._lookups is None or not self._costs.knows_scoring:
             return ()
-        return self._lookups.draft_lengths(self._lengths(self._maximum), self._is_better)
+        best_speed = max(self._rest_promise().speed, self._best.speed if self._best else 0.0)
+        return self._lookups.draft_lengths(self._all_lengths, MIN_GAIN * best_speed)
 
-    def _is_better(self, found: Estimate) -> bool:
-        """Return whether a lookup promises more than all else."""
-        return found.speed > MIN_GAIN * max(1 / self._costs.plain_s(), self._best.speed if self._best else 0.0)
+    def _rest_promise(self) -> Estimate:
+        """Return what a round promises for which no draft worker is asked: plain, or with what the target offers."""
+        plain = Estimate(PLAIN, 1.0, self._costs.plain_s())
+        offered = self._offers.best if self._offers else plain
+        return offered if offered.speed > MIN_GAIN * plain.speed else plain
 
     def next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:
         """Return what the round after a chosen one will draft, so that the target may score it ahead; None: who knows.
 
-        What it says of lookups is kept to.
+        What it says of lookups, and of what the target offers, is kept to.
         """
         self._draft_lengths = self._lookup_lengths()
-        next_round = NextRound(self._draft_lengths, self.expects_plain_after(plan), max_length)
-        return next_round if next_round.plain or any(self._draft_lengths) else None
+        is_plain = self.expects_plain_after(plan)
+        offered, learns = self._next_offer()
+        self._num_offered = offered.num_draft_tokens if is_plain else 0
+        stop_below = offered.stop_below if is_plain else 0.0
+        next_round = NextRound(self._draft_lengths, is_plain, max_length, self._num_offered, learns, stop_below)
+        return next_round if is_plain or learns or any(self._draft_lengths) else None
+
+    def _next_offer(self) -> tuple[DraftPlan, bool]:
+        """Return what the target shall offer for the next round, and whether it shall learn from this one.
+
+        It offers nothing where that does not pay, and learns nothing where it clearly loses.
+        """
+        if self._offers is None or not self._costs.knows_scoring:
+            return PLAIN, False
+        best, plain = self._offers.best, Estimate(PLAIN, 1.0, self._costs.plain_s())
+        if best.speed < self._clear_loss * plain.speed and not self._is_scout:
+            return PLAIN, False
+        asked = self._offers.next(plain, MIN_GAIN)
+        if asked is None:
+            return PLAIN, True
+        return replace(asked.plan, stop_below=min(best.speed * self._costs.slope_s(OFFER), MAX_STOP_BELOW)), True
 
     def expects_plain_after(self, plan: DraftPlan) -> bool:
         """Return whether the round after a chosen one will be plain, unless it looks something up.
 
         A rest that goes on makes that sure. In a busy target's forward one more row costs little, should it be in vain.
         """
-        is_plain = plan.drafter is None or (plan.drafter == LOOKUP and self._best is None)
-        return is_plain and (self._rest.follows or (self._is_busy and not self._trial))
+        is_plain = plan.drafter is None or (plan.drafter in (LOOKUP, OFFER) and self._best is None)
+        is_awake_next = not self._rest.follows and (not self._is_busy or self._trial or plan.drafter == OFFER)
+        return is_plain and not is_awake_next
 
     @property
     def _is_busy(self) -> bool:
@@ -192,8 +230,13 @@ class PlanChooser:
         elapsed_s = outcome.draft_s + outcome.score_s + outcome.other_s + (missed.elapsed_s if missed else 0.0)
         if self._lookups and plan.drafter == LOOKUP:
             self._lookups.observe(self._match, outcome.num_drafted, len(outcome.path))
+        elif self._offers and plan.drafter == OFFER:
+            self._offers.observe(plan.num_draft_tokens, outcome.num_drafted, outcome.path)
         elif plan.drafter is not None:
             self._observe_acceptance(plan.drafter, plan.num_draft_tokens, outcome.num_drafted, outcome.path)
+        if self._offers:
+            num_tokens = len(outcome.path) + 1
+            self._offers.observe_time(0.0 if outcome.has_prefill else elapsed_s, num_tokens, plan.drafter == OFFER)
         self._has_observed |= plan.observes
         if not outcome.has_prefill:
             self._observe_costs(outcome)
@@ -207,7 +250,7 @@ class PlanChooser:
         plan, missed = outcome.plan, outcome.missed
         asked = [(plan, outcome.draft_s), *([(missed.plan, missed.elapsed_s)] if missed else [])]
         for each, elapsed_s in asked:
-            if each.drafter is not None and not (self._lookups and each.drafter == LOOKUP):
+            if each.drafter in self._acceptance:
                 self._costs.observe_draft(each.drafter, each.num_draft_tokens, elapsed_s)
         if plan.observes:
             self._costs.age_unused(set(self._acceptance) - {each.drafter for each, _ in asked})
@@ -222,8 +265,7 @@ class PlanChooser:
         self._estimates.forget(drafter)
 
     def _best_or_trial(self, drafters: Sequence[str], maximum: int) -> DraftPlan:
-        plain = Estimate(PLAIN, 1.0, self._costs.plain_s())
-        lengths = self._lengths(maximum)
+        plain, lengths = replace(self._rest_promise(), plan=PLAIN), self._lengths(maximum)
         forgotten = [name for name in drafters if not self._costs.knows_drafting(name)]
         known = self._estimates.of([name for name in drafters if name not in forgotten], lengths)
         known += self._estimates.with_fallbacks(known, lengths)

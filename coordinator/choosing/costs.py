@@ -209,6 +209,13 @@ class Costs:
             return PRIOR_RESTING * awake_s
         return min(awake_s, self.score_s(0, RESTING) + self.other_s(is_resting=True))
 
+    def offered_each_s(self, num_draft_tokens: Floats, drafter: str) -> Floats:
+        """Return the expected seconds of rounds with so many draft tokens that the target scores ahead."""
+        scoring = self._score[self.load]
+        if scoring.has_measured(drafter):
+            return self.score_each_s(num_draft_tokens, drafter) + self.other_s(is_resting=True)
+        return self.plain_s() + self.num_sessions * scoring.of(None).slope() * num_draft_tokens
+
     def slope_s(self, drafter: str) -> float:
         """Return the expected seconds of one more draft token of every session, drafted and scored."""
         score_s = self.num_sessions * self._scoring(drafter).slope()

@@ -12,6 +12,7 @@ EXPLORATION_SHARE = 0.01  # of the time
 class Exploration:
     """Keeps the time that is lost by trying other plans than the best one below a share of all time."""
 
+    share: float = EXPLORATION_SHARE
     _total_s: float = 0.0
     _lost_s: float = 0.0
     _num_trials: int = 0
@@ -24,7 +25,7 @@ class Exploration:
 
     def affords(self, loss_s: float) -> bool:
         """Return whether a trial that is expected to lose so much stays within the share."""
-        return self._lost_s + loss_s <= EXPLORATION_SHARE * self._total_s
+        return self._lost_s + loss_s <= self.share * self._total_s
 
     def least_recent(self, plans: Iterable[DraftPlan]) -> DraftPlan | None:
         """Return the plan whose drafter was tried least recently."""

@@ -6,7 +6,7 @@ round that does not draft what was found tells what that would have been worth, 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from specdec.exact.lookup import LONGEST, SHORTEST, Match
 
 LOOKUP = "lookup"  # in place of a drafter's name, where the coordinator drafted what it found itself
 SHORTEST_OF = (SHORTEST, 3, 4, 6, 9, 16)  # tokens of the shortest match of each class
+CLASSES = [bisect_right(SHORTEST_OF, length) - 1 for length in range(SHORTEST, LONGEST + 1)]  # by length of a match
 COMPARED_LENGTH = 16  # tokens of a lookup that is not drafted, and compared with the text
 REMEMBERED_ROUNDS = 16  # an estimate holds for so many rounds, as costs change slowly
 
@@ -71,11 +72,14 @@ class Lookups:
         best = int(np.argmax(tokens / seconds))
         return Estimate(DraftPlan(LOOKUP, int(lengths[best])), float(tokens[best]), float(seconds[best]))
 
-    def draft_lengths(self, lengths: Counts, is_better: Callable[[Estimate], bool]) -> tuple[int, ...]:
-        """Return how many tokens a round drafts of a match of SHORTEST tokens, of SHORTEST + 1, and so on; 0: none."""
+    def draft_lengths(self, lengths: Counts, least_speed: float) -> tuple[int, ...]:
+        """Return how many tokens a round drafts of a match of SHORTEST tokens, of SHORTEST + 1, and so on; 0: none.
+
+        What does not promise more than so many tokens a second is not drafted.
+        """
         found = [self.best(shortest, lengths) for shortest in SHORTEST_OF]
-        by_class = [estimate.plan.num_draft_tokens if is_better(estimate) else 0 for estimate in found]
-        return tuple(by_class[_class_of(num_tokens)] for num_tokens in range(SHORTEST, LONGEST + 1))
+        by_class = [estimate.plan.num_draft_tokens if estimate.speed > least_speed else 0 for estimate in found]
+        return tuple(by_class[index] for index in CLASSES)
 
     def observe(self, match: Match, num_drafted: int, num_accepted: int) -> None:
         """Add what was accepted of a match."""
@@ -97,4 +101,4 @@ class Lookups:
 
 
 def _class_of(num_tokens: int) -> int:
-    return bisect_right(SHORTEST_OF, num_tokens) - 1
+    return CLASSES[num_tokens - SHORTEST]

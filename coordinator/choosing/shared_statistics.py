@@ -6,6 +6,7 @@ from coordinator.choosing.exploration import Exploration
 
 FIRST_SCOUTS = 8  # sessions, from which the others learn
 SESSIONS_PER_SCOUT = 8  # after these
+OFFERING_SHARE = 0.003  # of the time, for trials of offers: each costs so little that they would leave no others
 MAX_SEEDS = 100_000  # remembered; what older sessions accepted has decayed
 
 
@@ -15,6 +16,7 @@ class SharedStatistics:
     def __init__(self, costs: Costs | None = None) -> None:
         self.costs = costs or Costs()
         self.exploration = Exploration()
+        self.offering = Exploration(OFFERING_SHARE)
         self._acceptance: dict[tuple[str, bool], AcceptanceHistory] = {}
         self._num_begun = 0  # sessions
         self._seeds: dict[int, None] = {}  # in the order in which they came

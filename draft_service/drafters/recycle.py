@@ -10,23 +10,21 @@ follow a token.
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from struct import unpack_from
-from typing import NamedTuple
 
 from pydantic import BaseModel, Field
 
-from draft_service.candidate_tree import RANK_CHANCES, found_before, grow
 from draft_service.context_index import ContextIndex
 from draft_service.drafter import DrafterKind
+from draft_service.found import found_before
 from draft_service.session_texts import MAX_HELD_TOKENS, TextDrafter
-from draft_service.sharing import draws_of, group_of
+from specdec.drafting.candidate_tree import grow
+from specdec.drafting.successors import NUM_SUCCESSORS, Report, SessionSuccessors, SharedTable, unpacked
 from specdec.exact.values import ObservationRequest, Observations, Proposal
 from specdec.serving.server import Server
 from specdec.serving.session_stream import WorkerSession
+from specdec.serving.sharing import draws_of, group_of
 
-NUM_SUCCESSORS = len(RANK_CHANCES)
 MAX_SHARED_TABLES = 8  # the least recently used goes first; a target has one
-MAX_SHARED_TOKENS = 1 << 18  # of a table: as many as the largest vocabularies; some 300 bytes each
 
 
 class RecycleSettings(BaseModel):
@@ -37,70 +35,26 @@ class RecycleSettings(BaseModel):
     )
 
 
-class Report(NamedTuple):
-    """The target's most probable tokens after a token, and the draws that led to that position."""
-
-    successors: bytes  # uint32[at most NUM_SUCCESSORS], the most probable first
-    draws: int | None
-
-
 class RecycledText(ContextIndex):
     """A session's tokens, and the target's latest report after each of them. Truncation takes reports back, too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._reports: dict[int, bytes] = {}  # by token
-        self._log: list[tuple[int, int, bytes | None]] = []  # position, its token, the report before
+        self._reported = SessionSuccessors()
 
     def truncate(self, length: int) -> None:
         """Keep the first `length` tokens and what was reported there."""
-        while self._log and self._log[-1][0] >= length:
-            _, token, before = self._log.pop()
-            if before is None:
-                del self._reports[token]
-            else:
-                self._reports[token] = before
+        self._reported.truncate(length)
         super().truncate(length)
 
     def report(self, position: int, successors: bytes) -> None:
         """Remember what the target reported at a position, unless it has done so."""
-        if self._log and position <= self._log[-1][0]:
-            return
-        token = self.tokens[position]
-        self._log.append((position, token, self._reports.get(token)))
-        self._reports[token] = successors
+        if position >= self._reported.end:
+            self._reported.report(position, self.tokens[position], successors)
 
     def successors(self, token: int) -> bytes | None:
         """Return the latest report after a token."""
-        return self._reports.get(token)
-
-
-class SharedTable:
-    """For each token the latest report of any session, and the latest one that other draws led to.
-
-    With both, what a session finds never depends on reports of sessions that make the same draws as it does.
-    """
-
-    def __init__(self, max_tokens: int = MAX_SHARED_TOKENS) -> None:
-        self._max_tokens = max_tokens
-        self._reports: dict[int, tuple[Report, Report | None]] = {}
-
-    def report(self, token: int, report: Report) -> None:
-        """Remember a report after a token."""
-        known = self._reports.get(token)
-        if known is None:
-            if len(self._reports) < self._max_tokens:
-                self._reports[token] = report, None
-            return
-        latest, other = known
-        self._reports[token] = report, (other if latest.draws == report.draws else latest)
-
-    def successors(self, token: int, draws: int | None) -> bytes | None:
-        """Return the latest report after a token that no session with these draws made; greedy ones have none."""
-        for report in self._reports.get(token, ()):
-            if report and (report.draws is None or report.draws != draws):
-                return report.successors
-        return None
+        return self._reported.of(token)
 
 
 class RecycleDrafter(TextDrafter[RecycledText]):
@@ -143,11 +97,6 @@ class RecycleDrafter(TextDrafter[RecycledText]):
         if len(self._tables) > MAX_SHARED_TABLES:
             self._tables.popitem(last=False)
         return table
-
-
-def unpacked(successors: bytes) -> Sequence[int]:
-    """Return the tokens of a report, as many as count."""
-    return unpack_from(f"<{min(len(successors) // 4, NUM_SUCCESSORS)}I", successors)
 
 
 async def build(settings: RecycleSettings, server: Server, stack: AsyncExitStack) -> RecycleDrafter:

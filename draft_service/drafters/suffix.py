@@ -10,12 +10,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from draft_service.candidate_tree import found_before, found_in, grow, no_successors
 from draft_service.context_index import ContextIndex
 from draft_service.corpus import corpus_files, corpus_index
 from draft_service.drafter import DrafterKind
 from draft_service.finished_texts import FinishedTexts
+from draft_service.found import found_before, found_in
 from draft_service.session_texts import MAX_HELD_TOKENS, TextDrafter
+from specdec.drafting.candidate_tree import grow, no_successors
 from specdec.exact.values import Proposal
 from specdec.serving.background import in_background
 from specdec.serving.process import supervised

@@ -158,10 +158,10 @@ class Task(Generic[ResultT]):
         """
         return True
 
-    def append_instead(self, start: int, tokens: list[int], num_rows: int = 1) -> None:
+    def append_instead(self, start: int, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:
         """Append other tokens than it was made with; before it runs."""
-        self.start, self.tokens, self.num_rows = start, list(tokens), num_rows
-        self._first_claim = (tuple(tokens), num_rows, self.parents)
+        self.start, self.tokens, self.num_rows, self.parents = start, list(tokens), num_rows, parents
+        self._first_claim = (tuple(tokens), num_rows, parents)
 
     def proceed(self, tokens: list[int], num_rows: int = 1, parents: tuple[int, ...] = ()) -> None:
         """Append `tokens` next, instead of ending."""

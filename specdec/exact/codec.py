@@ -132,7 +132,12 @@ def score_to_proto(start: int, tokens: Sequence[int], proposal: Proposal, observ
 def next_round_to_proto(next_round: NextRound) -> target_pb2.NextRound:
     """Pack what the next round will most likely draft."""
     return target_pb2.NextRound(
-        draft_lengths=next_round.draft_lengths, plain=next_round.plain, max_length=next_round.max_length
+        draft_lengths=next_round.draft_lengths,
+        plain=next_round.plain,
+        max_length=next_round.max_length,
+        num_offered=next_round.num_offered,
+        learns=next_round.learns,
+        stop_below=next_round.stop_below,
     )
 
 
@@ -143,7 +148,23 @@ def next_round_from_proto(message: target_pb2.NextRound, context_length: int) ->
         raise MalformedReply(f"{len(lengths)} draft lengths; at most {NUM_LENGTHS}")
     if max(lengths, default=0) > MAX_DRAFT_TOKENS:
         raise MalformedReply(f"a draft length of {max(lengths)}; at most {MAX_DRAFT_TOKENS}")
-    return NextRound(lengths, message.plain, min(message.max_length or context_length, context_length))
+    if message.num_offered > MAX_DRAFT_TOKENS:
+        raise MalformedReply(f"{message.num_offered} draft tokens to offer; at most {MAX_DRAFT_TOKENS}")
+    if not 0 <= message.stop_below <= 1:
+        raise MalformedReply(f"a chance of {message.stop_below}; a chance is 0 to 1")
+    max_length = min(message.max_length or context_length, context_length)
+    learns = message.learns or message.num_offered > 0
+    return NextRound(lengths, message.plain, max_length, message.num_offered, learns, message.stop_below)
+
+
+def offer_from_proto(message: target_pb2.Offer, num_offered: int, vocab_size: int) -> Proposal:
+    """Check what a target worker offers to draft: a tree of so many tokens at most, all chosen."""
+    tokens = tuple(message.draft_tokens)
+    if len(tokens) > num_offered:
+        raise MalformedReply(f"{len(tokens)} tokens are offered where {num_offered} were asked for")
+    if max(tokens, default=0) >= vocab_size:
+        raise MalformedReply(f"a token is offered past the target's vocabulary of {vocab_size}")
+    return Proposal(tokens, tuple(map(one_hot, tokens)), checked_parents(message.parents, len(tokens)))
 
 
 def _shipped(proposal: Proposal) -> tuple[list[SparseDistribution], Sequence[int]]:

@@ -37,12 +37,16 @@ class NextRound:
     """What the round after another one will most likely draft, as far as is known before that one's outcome.
 
     It drafts what followed the longest match of the text's end, `draft_lengths[i]` tokens of it after a match of
-    SHORTEST + i tokens.
+    SHORTEST + i tokens. Where that is nothing, it drafts what the target offers, and where that is nothing as well,
+    nothing at all.
     """
 
     draft_lengths: Sequence[int] = ()  # [NUM_LENGTHS]; those that are missing are 0
-    plain: bool = False  # where that is nothing, nothing is drafted at all; else nobody knows
+    plain: bool = False  # nothing may be drafted at all; else nobody knows what is drafted then
     max_length: int = 1 << 31  # tokens of the text at which the session ends at the latest
+    num_offered: int = 0  # draft tokens that the target may offer
+    learns: bool = False  # the target remembers what the round before shows, to offer drafts of it later
+    stop_below: float = 0.0  # and the chance to be accepted below which one is not worth its place
 
     def num_draft_tokens(self, match: Match, length: int) -> int:
         """Return how many tokens are drafted after a match at the end of a text of `length` tokens."""
@@ -99,16 +103,22 @@ class TextLookup:
 
     def find(self, tokens: Sequence[int]) -> Match:
         """Return the longest match of the text's end, the latest of several; nothing while a long text is read."""
-        if not self._read(tokens):
-            return NO_MATCH
-        end, best = len(tokens), NO_MATCH
-        for position in self._pairs.places(tokens, MAX_CANDIDATES):
-            num_tokens = num_common(tokens, position, end)
-            if num_tokens > best.num_tokens:
-                best = Match(position, num_tokens)
-            if num_tokens == LONGEST:
+        best = NO_MATCH
+        for match in self.matches(tokens):
+            if match.num_tokens > best.num_tokens:
+                best = match
+            if match.num_tokens == LONGEST:
                 break
-        return best if best.num_tokens >= SHORTEST else NO_MATCH
+        return best
+
+    def matches(self, tokens: Sequence[int]) -> Iterator[Match]:
+        """Give the latest matches of the text's end, latest first; none while a long text is read."""
+        if not self._read(tokens):
+            return
+        for position in self._pairs.places(tokens, MAX_CANDIDATES):
+            num_tokens = num_common(tokens, position, len(tokens))
+            if num_tokens >= SHORTEST:
+                yield Match(position, num_tokens)
 
     def _read(self, tokens: Sequence[int]) -> bool:
         """Add what is new of a text, or a part of it; return whether all of it is there."""
@@ -129,6 +139,10 @@ def num_common(tokens: Sequence[int], position: int, end: int) -> int:
 
 def continued(tokens: Sequence[int], match: Match, count: int) -> Proposal:
     """Return what followed a match as a chain; where that reaches the text's end, a loop goes on as a loop."""
-    found = tokens[match.position : match.position + count]
-    chain = tuple(islice(cycle(found), count))
+    chain = following(tokens, match, count)
     return Proposal(chain, tuple(map(one_hot, chain)))
+
+
+def following(tokens: Sequence[int], match: Match, count: int) -> tuple[int, ...]:
+    """Return the tokens that followed a match, as `continued` does."""
+    return tuple(islice(cycle(tokens[match.position : match.position + count]), count))

@@ -430,7 +430,11 @@ class AlwaysCompares(PlanChooser):
         super().__init__(SharedStatistics(), [TOY, "other"], 8)
 
     def choose(
-        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+        self,
+        remaining_tokens: int,
+        available: Iterable[str] | None = None,
+        match: Match = NO_MATCH,
+        num_offered: int = 0,
     ) -> DraftPlan:
         return DraftPlan(TOY, min(3, remaining_tokens - 1))
 
@@ -502,7 +506,11 @@ class AlwaysRests(PlanChooser):
     """Rests from the beginning."""
 
     def choose(
-        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+        self,
+        remaining_tokens: int,
+        available: Iterable[str] | None = None,
+        match: Match = NO_MATCH,
+        num_offered: int = 0,
     ) -> DraftPlan:
         return RESTING
 
@@ -530,7 +538,11 @@ class FallsBack(RecordingChooser):
         self.unused: list[tuple[str | None, int]] = []
 
     def choose(
-        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+        self,
+        remaining_tokens: int,
+        available: Iterable[str] | None = None,
+        match: Match = NO_MATCH,
+        num_offered: int = 0,
     ) -> DraftPlan:
         room = min(3, remaining_tokens - 1)
         return DraftPlan("lookup", room, fallback=DraftPlan(TOY, room)) if room else PLAIN

@@ -395,10 +395,14 @@ class NotingChooser(PlanChooser):
         self.drafters: list[str | None] = []
 
     def choose(
-        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+        self,
+        remaining_tokens: int,
+        available: Iterable[str] | None = None,
+        match: Match = NO_MATCH,
+        num_offered: int = 0,
     ) -> DraftPlan:
         """Choose, and note."""
-        plan = super().choose(remaining_tokens, available, match)
+        plan = super().choose(remaining_tokens, available, match, num_offered)
         self.drafters.append(plan.drafter)
         return plan
 

@@ -81,6 +81,7 @@ def target_script(rng: random.Random, _: Seen) -> Script:
     opening = target_pb2.ScoreRequest(
         open=target_pb2.OpenTarget(
             session=_session(rng),
+            acceptance_rule=rng.choice((0, 1, 2)),  # type: ignore[arg-type]  # any of them
             observations=types_pb2.ObservationRequest(hidden_layers=[1, 3], num_top_tokens=4)
             if rng.random() < 0.3
             else None,
@@ -163,10 +164,24 @@ def _scores(rng: random.Random) -> list[target_pb2.Score]:
                 parents=parents,
                 prefix_digest=chain(b"", text),
                 supports=codec.distributions_to_proto(supports, with_probs=False),
+                next_round=_next_round(rng),
             )
         )
         text, start = text + tokens, start + len(tokens)
     return scores
+
+
+def _next_round(rng: random.Random) -> target_pb2.NextRound | None:
+    if rng.random() < 0.5:
+        return None
+    return target_pb2.NextRound(
+        draft_lengths=[rng.randint(0, 4) for _ in range(rng.randint(0, 15))],
+        plain=rng.random() < 0.7,
+        max_length=rng.choice((0, 5, 40, 1 << 31)),
+        num_offered=rng.randint(0, 8),
+        learns=rng.random() < 0.5,
+        stop_below=rng.choice((0.0, 0.2)),
+    )
 
 
 def _observations(rng: random.Random, start: int, count: int) -> types_pb2.Observations | None:

@@ -77,6 +77,8 @@ async def _use(
 
 async def _completed(client: AsyncClient, rng: random.Random, prompt: list[int]) -> tuple[int, ...]:
     speculation = SpeculationParams(num_draft_tokens=rng.choice((None, 1, 4, 8)), drafter=rng.choice(DRAFTERS))
+    if rng.random() < 0.3:  # left to the service, so that the target's offers are lies, too
+        speculation = SpeculationParams()
     completion = await client.complete(
         prompt_token_ids=prompt, sampling=_greedy(rng.getrandbits(31)), speculation=speculation
     )

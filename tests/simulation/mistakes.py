@@ -382,9 +382,9 @@ MISTAKES = [
     ),
     Mistake(
         "a round is scored ahead after another token than was drawn",
-        "target_service.ahead:Following.after",
-        "ScoreRound(task.round.committed_length, emitted,",
-        "ScoreRound(task.round.committed_length, [UNKNOWN] * len(emitted),",
+        "target_service.scorer:ScoreTask.score_instead",
+        "self.append_instead(given.start, [*given.tokens, *given.draft_tokens]",
+        "self.append_instead(given.start, [*(0 for _ in given.tokens), *given.draft_tokens]",
         1,
     ),
 ]

@@ -104,7 +104,7 @@ def continued_by_chance(tokens: Sequence[int], match: Match, count: int) -> Prop
 
 
 async def drafted_if_agreed(
-    parts: RoundParts, committed: list[int], chosen: DraftPlan, match: Match
+    parts: RoundParts, committed: list[int], chosen: DraftPlan, match: Match, offer: Proposal
 ) -> tuple[DraftPlan, Drafted, Missed | None]:
     """Draw a draft, and keep it only where it begins as what was looked up does; else take that."""
     if chosen.drafter is None:
@@ -174,7 +174,11 @@ class PlanFromRejected(PlanChooser):
         self.last = Proposal()
 
     def choose(
-        self, remaining_tokens: int, available: Iterable[str] | None = None, match: Match = NO_MATCH
+        self,
+        remaining_tokens: int,
+        available: Iterable[str] | None = None,
+        match: Match = NO_MATCH,
+        num_offered: int = 0,
     ) -> DraftPlan:
         """Return K: none after a proposal whose second token came out unlikely."""
         steps = list(zip(self.last.tokens, self.last.distributions, strict=True))

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.candidate_tree import (
+from draft_service.context_index import ContextIndex
+from draft_service.found import found_before
+from specdec.drafting.candidate_tree import (
     MIN_CHANCE,
     RANK_CHANCES,
     TOKENS_PER_MATCHING,
     UNSEEN,
     Continuation,
     candidates,
-    found_before,
     grow,
     no_successors,
 )
-from draft_service.context_index import ContextIndex
 from specdec.exact.tree import children_of, depths_of, is_tree, path_to
 from specdec.exact.values import Proposal, one_hot
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_service.drafter import DraftRequest
-from draft_service.drafters.recycle import MAX_SHARED_TABLES, RecycleDrafter, RecycledText, Report, SharedTable
+from draft_service.drafters.recycle import MAX_SHARED_TABLES, RecycleDrafter, RecycledText
+from specdec.drafting.successors import Report, SharedTable
 from specdec.exact.tree import children_of
 from specdec.exact.values import Observations, Proposal, one_hot
 from specdec.serving.session_stream import WorkerSession

@@ -15,10 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from draft_service.context_index import ContextIndex
 from specdec.exact.values import Proposal, one_hot
 
-NUM_MATCHES = 32  # of one index; more find no better drafts
 TOKENS_PER_MATCHING = 4
 UNSEEN = 8.0  # votes; an occurrence with m tokens in common has m * m
 RANK_CHANCES = (0.45, 0.13, 0.07, 0.045, 0.03, 0.025, 0.02, 0.015)  # that a successor of this rank follows
@@ -49,23 +47,8 @@ def no_successors(token: int) -> Sequence[int]:
     return ()
 
 
-def found_in(text: ContextIndex, context: bytearray, num_tokens: int) -> list[Continuation]:
-    """Return what followed the context in finished texts, at most `num_tokens` tokens each."""
-    return [
-        Continuation(text.following(match.position, _reach(match.num_tokens, num_tokens)), match.num_tokens)
-        for match in text.matches(context, NUM_MATCHES)
-    ]
-
-
-def found_before(text: ContextIndex, num_tokens: int) -> list[Continuation]:
-    """Return what followed earlier occurrences of a text's own end; a loop goes on as a loop."""
-    return [
-        Continuation(text.repeating(match.position, _reach(match.num_tokens, num_tokens)), match.num_tokens)
-        for match in text.matches(text.context(), NUM_MATCHES)
-    ]
-
-
-def _reach(num_matching: int, num_tokens: int) -> int:
+def reach(num_matching: int, num_tokens: int) -> int:
+    """Return how many tokens an occurrence votes for, at most `num_tokens`."""
     return min(TOKENS_PER_MATCHING * num_matching, num_tokens)
 
 

@@ -1,0 +1,74 @@
+"""What the target's own drafts are worth, which it offers for rounds that it scores ahead.
+
+They cost no way to a worker, and are asked for in the round before. So that round decides how many draft tokens are
+asked for: as many as promise most tokens a second, or none where plain decoding does. An offer that is expected to lose
+is tried now and then, as long as trials cost little.
+"""
+
+from collections.abc import Sequence
+
+from coordinator.choosing.acceptance_history import SessionAcceptance
+from coordinator.choosing.costs import Counts
+from coordinator.choosing.plans import DraftPlan, Estimate
+from coordinator.choosing.shared_statistics import SharedStatistics
+
+OFFER = "offer"  # in place of a drafter's name, where the target drafted
+REMEMBERED_ROUNDS = 8  # estimates hold for so many rounds
+MAX_OFFERED = 16  # draft tokens; of a larger tree hardly any more is accepted
+
+
+class Offers:
+    """The target's offers to one session."""
+
+    def __init__(self, shared: SharedStatistics, lengths: Counts, is_greedy: bool) -> None:
+        self._costs, self._exploration = shared.costs, shared.offering
+        self._lengths = lengths[lengths <= MAX_OFFERED]
+        self._acceptance = SessionAcceptance(shared.acceptance(OFFER, is_greedy))
+        self._known: list[Estimate] = []  # by number of draft tokens, rising
+        self._best: Estimate | None = None
+        self._load, self._age = 0, 0
+        self._trial_speed, self._next_trial_speed = (
+            0.0,
+            0.0,
+        )  # promised in place of a trial; 0: there is none
+
+    @property
+    def best(self) -> Estimate:
+        """The offer that promises most tokens a second."""
+        if self._best is None or self._age >= REMEMBERED_ROUNDS or self._load != self._costs.load:
+            self._known = self._estimated(self._lengths)
+            self._best = max(self._known, key=lambda estimate: estimate.speed)
+            self._load, self._age = self._costs.load, 0
+        return self._best
+
+    def next(self, plain: Estimate, min_gain: float) -> Estimate | None:
+        """Return what is asked for: the best offer or a longer one, or none where plain decoding promises more.
+
+        What promises less than the best of them is asked for as a trial.
+        """
+        best = self.best
+        pays, promised = best.speed > min_gain * plain.speed, max(best.speed, plain.speed)
+        longer = [each for each in self._known if each.plan.num_draft_tokens >= 2 * best.plan.num_draft_tokens]
+        for tried in [*longer[:1], *([] if pays else [best])]:
+            if self._exploration.affords(tried.seconds - tried.num_tokens / promised):
+                self._next_trial_speed = promised
+                return tried
+        self._next_trial_speed = 0.0
+        return best if pays else None
+
+    def _estimated(self, lengths: Counts) -> list[Estimate]:
+        tokens, drafted = self._acceptance.expected_tokens()[lengths], self._acceptance.expected_drafted()[lengths]
+        seconds = self._costs.offered_each_s(drafted, OFFER)
+        promised = zip(lengths.tolist(), tokens.tolist(), seconds.tolist(), strict=True)
+        return [Estimate(DraftPlan(OFFER, length), *promise) for length, *promise in promised]
+
+    def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
+        """Add a round for which so many draft tokens were asked for, and what became of those that came."""
+        self._acceptance.observe(num_asked, num_drafted, path)
+
+    def observe_time(self, elapsed_s: float, num_tokens: int, is_offered: bool) -> None:
+        """Add what a round took and committed; trials may lose a share of all time."""
+        self._age += 1
+        is_trial = is_offered and elapsed_s > 0 and self._trial_speed > 0
+        self._exploration.observe(elapsed_s, elapsed_s - num_tokens / self._trial_speed if is_trial else 0.0)
+        self._trial_speed = self._next_trial_speed

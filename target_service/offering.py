@@ -1,0 +1,72 @@
+"""What the target worker drafts itself for rounds that it scores ahead, and offers to the coordinator.
+
+It needs no model, no training and no message: after each token of a round the worker knows which tokens the target
+found most probable there, and remembers them (Luo et al. 2024, "Token Recycling"). A tree joins these successors with
+what followed earlier occurrences of the text's end. A session's own reports come first, then those of other sessions of
+its tenant. A draft depends on nothing but text that was committed before its round, and on the target's distributions
+there: not on the session's draws from then on, nor on sessions that make the same draws (specdec/serving/sharing.py).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from specdec.drafting.candidate_tree import Continuation, grow, reach
+from specdec.drafting.successors import Report, SessionSuccessors, SharedTable, unpacked
+from specdec.exact.lookup import NextRound, TextLookup, following
+from specdec.exact.values import Proposal
+from specdec.serving.session_stream import WorkerSession
+from specdec.serving.sharing import draws_of
+
+MAX_LOG = 1024  # reports of a session that can be taken back, some 150 bytes each
+MAX_TENANTS = 16  # with a table; the least recently used goes first
+MAX_TOKENS = 1 << 16  # of a table; some 300 bytes each
+
+
+class SharedSuccessors:
+    """What a worker's sessions share: a table a tenant."""
+
+    def __init__(self, shares: bool = True) -> None:
+        self._shares = shares
+        self._tables: OrderedDict[str, SharedTable] = OrderedDict()  # by tenant, least recently used first
+
+    def of(self, session: WorkerSession) -> SharedTable | None:
+        """Return the table of a session's tenant, if sessions share anything."""
+        if not self._shares:
+            return None
+        table = self._tables.setdefault(session.group, SharedTable(MAX_TOKENS))
+        self._tables.move_to_end(session.group)
+        if len(self._tables) > MAX_TENANTS:
+            self._tables.popitem(last=False)
+        return table
+
+
+class SessionOffers:
+    """What one session's rounds have told. Used by one task at a time."""
+
+    def __init__(self, session: WorkerSession, table: SharedTable | None) -> None:
+        self._table, self._draws = table, draws_of(session)
+        self._own = SessionSuccessors(MAX_LOG)
+
+    def report(self, committed_length: int, tokens: Sequence[int], successors: Sequence[bytes]) -> None:
+        """Remember what the target found most probable after each token of a round: the last committed one, the draft.
+
+        What later rounds told is forgotten: the session has gone back, and will make their draws again.
+        """
+        self._own.truncate(committed_length)
+        for token, report in zip(tokens, successors, strict=True):
+            self._own.report(committed_length - 1, token, report)
+            if self._table is not None:
+                self._table.report(token, Report(report, self._draws))
+
+    def draft(self, text: Sequence[int], lookup: TextLookup, next_round: NextRound) -> Proposal:
+        """Return a tree of draft tokens after a text."""
+        count = min(next_round.num_offered, next_round.max_length - len(text) - 1)
+        continuations = [
+            Continuation(following(text, match, reach(match.num_tokens, count)), match.num_tokens)
+            for match in lookup.matches(text)
+        ]
+        return grow(continuations, text[-1], self._successors, max(0, count), next_round.stop_below)
+
+    def _successors(self, token: int) -> Sequence[int]:
+        report = self._own.of(token) or (self._table and self._table.successors(token, self._draws))
+        return unpacked(report) if report else ()

@@ -1,0 +1,123 @@
+"""When the target shall offer drafts of its own, how many draft tokens, and what becomes of rests."""
+
+import pytest
+
+from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.offers import OFFER
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.shared_statistics import OFFERING_SHARE, SharedStatistics
+from specdec.exact import codec
+from specdec.v1 import target_pb2
+
+ROOM = 1000
+SLOPE = 0.03  # of a forward, that a draft token costs
+SHARED_COSTS = [0, 4, 8, 2] * 20
+
+
+def known_costs() -> SharedStatistics:
+    """Return the costs of a target, and of a drafter that is not worth asking."""
+    shared = SharedStatistics()
+    chooser = PlanChooser(shared, ["a"], 32)
+    for k in SHARED_COSTS:
+        plan = DraftPlan("a", k) if k else PLAIN
+        chooser.observe(RoundOutcome(plan, k, (), 0.2, 1 + SLOPE * k))
+    return shared
+
+
+class Session:
+    """A session whose target offers what it is asked for, and accepts so many of the tokens."""
+
+    def __init__(self, shared: SharedStatistics, num_accepted: int, *, offers: bool = True) -> None:
+        self.chooser = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True)
+        self.num_accepted, self.offers = num_accepted, offers
+        self.num_offered = 0
+        self.plans: list[DraftPlan] = []
+        self.asked: list[int] = []
+
+    def run(self, num_rounds: int) -> "Session":
+        """Run rounds; one at rest takes 0.7 of another one."""
+        for _ in range(num_rounds):
+            plan = self.chooser.choose(ROOM, num_offered=self.num_offered)
+            next_round = self.chooser.next_round(plan, ROOM)
+            self.plans.append(plan)
+            self.asked.append(next_round.num_offered if next_round else 0)
+            drafted = plan.num_draft_tokens
+            path = tuple(range(min(self.num_accepted, drafted))) if plan.drafter == OFFER else ()
+            seconds = (1 if plan.observes else 0.7) * (1 + SLOPE * drafted)
+            self.chooser.observe(RoundOutcome(plan, drafted, path, 0.2 if plan.drafter == "a" else 0.0, seconds))
+            self.num_offered = self.asked[-1] if self.offers else 0
+        return self
+
+    def share(self, drafter: str | None) -> float:
+        """Return the share of rounds with a drafter."""
+        return sum(plan.drafter == drafter for plan in self.plans) / len(self.plans)
+
+
+def test_offers_that_pay_take_the_place_of_plain_rounds() -> None:
+    """All but those in which other drafters are looked at."""
+    shared = known_costs()
+    Session(shared, 3).run(200)
+    session = Session(shared, 3).run(200)
+    assert session.share(OFFER) > 0.85
+    assert 3 <= max(set(session.asked), key=session.asked.count) <= 6, "not many more than are accepted"
+    assert {plan.num_draft_tokens for plan in session.plans if plan.drafter == OFFER} <= set(session.asked)
+    assert any(plan.observes for plan in session.plans[20:]), "rests with offers end, too"
+
+
+def test_offers_that_lose_are_tried_for_a_small_share_of_the_time() -> None:
+    shared = known_costs()
+    Session(shared, 0).run(600)
+    session = Session(shared, 0).run(600)
+    assert any(session.asked)
+    lost = sum(SLOPE * plan.num_draft_tokens for plan in session.plans if plan.drafter == OFFER)
+    assert lost <= 2 * OFFERING_SHARE * len(session.plans)
+
+
+def test_a_target_that_offers_nothing_is_left_to_decode_plainly() -> None:
+    """As with a grammar, or as it is told to score nothing ahead."""
+    session = Session(known_costs(), 0, offers=False).run(600)
+    assert session.share(OFFER) == 0
+    assert session.plans.count(RESTING) > 0.8 * len(session.plans)
+
+
+def test_a_longer_offer_is_tried() -> None:
+    """What few tokens gained so far says little of more of them, once the target has seen more."""
+    shared = known_costs()
+    Session(shared, 1).run(150)
+    assert max(Session(shared, 1).run(60).asked[-20:]) <= 4
+    assert max(Session(shared, 12).run(600).asked[-20:]) > 8
+
+
+def test_an_offer_beyond_the_texts_end_is_not_drafted() -> None:
+    session = Session(known_costs(), 3).run(50)
+    assert session.chooser.choose(4, num_offered=4).drafter != OFFER
+    assert session.chooser.choose(5, num_offered=4).drafter == OFFER
+
+
+def test_a_session_of_given_drafts_takes_no_offers() -> None:
+    for chooser in (PlanChooser(known_costs(), ["a"], 32, 4), PlanChooser(known_costs(), ["a"], 32)):
+        for plan in (PLAIN, RESTING, DraftPlan("a", 4)):
+            next_round = chooser.next_round(plan, ROOM)
+            assert next_round is None or (next_round.num_offered, next_round.learns) == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "problem"),
+    [
+        ([1, 2, 3, 4], [], "4 tokens are offered where 3 were asked for"),
+        ([1, 10], [], "past the target's vocabulary of 10"),
+        ([1, 2], [0], "not a tree"),
+        ([1, 2], [0, 2], "not a tree"),
+        ([], [0], "not a tree"),
+    ],
+)
+def test_an_offer_that_is_none_is_refused(tokens: list[int], parents: list[int], problem: str) -> None:
+    with pytest.raises(codec.MalformedReply, match=problem):
+        codec.offer_from_proto(target_pb2.Offer(draft_tokens=tokens, parents=parents), 3, 10)
+
+
+def test_an_offer_is_a_draft_of_chosen_tokens() -> None:
+    offer = codec.offer_from_proto(target_pb2.Offer(draft_tokens=[1, 2, 9], parents=[0, 0, 2]), 3, 10)
+    assert (offer.tokens, offer.parents) == ((1, 2, 9), (0, 0, 2))
+    assert [each.token_ids for each in offer.distributions] == [(1,), (2,), (9,)]
+    assert not codec.offer_from_proto(target_pb2.Offer(), 0, 10)

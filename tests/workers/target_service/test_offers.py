@@ -1,0 +1,189 @@
+"""What the target worker drafts itself: offered with an answer, scored ahead, and answered like any other draft."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from specdec.exact import codec
+from specdec.exact.acceptance import RULES
+from specdec.exact.randomness import acceptance_uniforms
+from specdec.exact.values import Proposal, one_hot
+from specdec.types import AcceptanceRuleName, SamplingParams
+from specdec.v1 import target_pb2 as pb
+from tests.support.worker_streams import PROMPT, TargetStream, connected_target
+from tests.workers.conftest import NUM_TOKENS
+from tests.workers.target_service.streams import in_module_loop, values
+from tests.workers.target_service.test_ahead import count_of
+
+MODELS = Path(__file__).parents[3] / "models"
+ASKED = pb.NextRound(plain=True, num_offered=6)
+# with small penalties for rare tokens the toy model repeats itself, so that what it has shown is of use
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0, seed=1, frequency_penalty=-0.2),
+    "drawn": SamplingParams(temperature=0.7, top_k=4, seed=2, frequency_penalty=-0.1),
+    "log probabilities": SamplingParams(temperature=0.5, top_k=2, seed=3, frequency_penalty=-0.3, num_logprobs=2),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def without(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A worker that scores nothing ahead."""
+    async with connected_target(model_folder, score_ahead=False) as connected:
+        yield connected
+
+
+@dataclass
+class Offered:
+    """A session whose rounds draft what was offered, or what is given."""
+
+    stream: TargetStream
+    sampling: SamplingParams
+    rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK
+    asked: pb.NextRound = field(default_factory=lambda: ASKED)
+    text: list[int] = field(default_factory=lambda: list(PROMPT))
+    start: int = 0
+    offer: Proposal = field(default_factory=Proposal)
+    drafts: list[Proposal] = field(default_factory=list)
+    answers: list[pb.ScoreResponse] = field(default_factory=list)
+    num_accepted: int = 0
+
+    async def run(self, num_rounds: int) -> None:
+        """Run rounds with what is offered."""
+        for _ in range(num_rounds):
+            await self.round(self.offer)
+
+    async def round(self, draft: Proposal) -> None:
+        """Run one round."""
+        message = codec.score_to_proto(self.start, self.text[self.start :], draft)
+        message.next_round.CopyFrom(self.asked)
+        answer = await self.stream.ask(pb.ScoreRequest(score=message))
+        self.start = len(self.text)
+        assert answer.cached_len == self.start
+        self.drafts.append(draft)
+        self.answers.append(answer)
+        scores = codec.scores_from_proto(answer, draft, NUM_TOKENS)
+        assert self.sampling.seed is not None
+        draws = acceptance_uniforms(self.sampling.seed, self.start, len(draft))
+        verdict = RULES[self.rule].accept(draft, scores, draws)
+        self.num_accepted += len(verdict.path)
+        self.text += [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
+        self.offer = codec.offer_from_proto(answer.offer, self.asked.num_offered, NUM_TOKENS)
+
+
+def session(
+    channel: grpc.aio.Channel,
+    name: str,
+    sampling: SamplingParams,
+    rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK,
+    asked: pb.NextRound = ASKED,
+) -> Offered:
+    return Offered(TargetStream(channel, name, sampling, rule=rule.value), sampling, rule, asked)
+
+
+@pytest.fixture
+def counted() -> Callable[[], tuple[float, float]]:
+    """Return how many rounds were begun ahead since the test began, and how many of them were asked for."""
+    before = count_of("rounds"), count_of("hits")
+    return lambda: (count_of("rounds") - before[0], count_of("hits") - before[1])
+
+
+@in_module_loop
+@pytest.mark.parametrize("rule", AcceptanceRuleName)
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_offers_are_scored_as_any_other_draft(
+    channel: grpc.aio.Channel,
+    without: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+    name: str,
+    rule: AcceptanceRuleName,
+) -> None:
+    offered = session(channel, next(names), SAMPLINGS[name], rule)
+    await offered.run(25)
+    await offered.stream.close()
+    assert counted() == (25, 24), "only the last one was not asked for"
+    assert offered.num_accepted > 0
+    assert any(not draft.is_chain for draft in offered.drafts)
+    again = session(without, next(names), SAMPLINGS[name], rule)
+    for draft in offered.drafts:
+        await again.round(draft)
+        assert not again.offer
+    assert again.text == offered.text
+    assert list(map(values, again.answers)) == list(map(values, offered.answers))
+
+
+@in_module_loop
+async def test_an_offer_is_as_large_as_was_asked_for_and_fits_into_the_text(
+    channel: grpc.aio.Channel, names: Iterator[str]
+) -> None:
+    """An offer that is larger than asked for, or no tree, would have been refused by `offer_from_proto`."""
+    greedy = SAMPLINGS["greedy"]
+    sizes = {}
+    for asked in (pb.NextRound(plain=True, learns=True), pb.NextRound(plain=True, num_offered=2), ASKED):
+        offered = session(channel, next(names), greedy, asked=asked)
+        await offered.run(20)
+        sizes[asked.num_offered] = max(len(draft) for draft in offered.drafts)
+    assert sizes == {0: 0, 2: 2, 6: 6}
+    surer = session(channel, next(names), greedy, asked=pb.NextRound(plain=True, num_offered=6, stop_below=0.4))
+    await surer.run(20)
+    assert max(len(draft) for draft in surer.drafts) < 6
+    ending = session(channel, next(names), greedy, asked=pb.NextRound(plain=True, num_offered=6, max_length=40))
+    while len(ending.text) < 40:
+        await ending.round(ending.offer)
+    assert len(ending.text) == 40
+    assert not ending.offer
+
+
+@in_module_loop
+async def test_nothing_is_offered_where_the_next_draft_is_looked_up(
+    channel: grpc.aio.Channel, names: Iterator[str]
+) -> None:
+    asked = pb.NextRound(plain=True, num_offered=6, draft_lengths=[3] * 15)
+    offered = session(channel, next(names), SamplingParams(temperature=0, seed=1, frequency_penalty=-2), asked=asked)
+    await offered.run(20)
+    assert len(set(offered.text[-8:])) == 1, "the same token again and again"
+    assert not offered.offer
+
+
+@in_module_loop
+@pytest.mark.parametrize("why", ["not asked for", "nobody follows the rule", "a grammar"])
+async def test_nothing_is_offered_otherwise(channel: grpc.aio.Channel, names: Iterator[str], why: str) -> None:
+    greedy = SAMPLINGS["greedy"]
+    if why == "a grammar":
+        async with connected_target(MODELS / "target") as other:
+            answer = await answered(TargetStream(other, next(names), SamplingParams(regex="[a-z]+", seed=1)), ASKED)
+    elif why == "nobody follows the rule":
+        stream = TargetStream(channel, next(names), greedy)
+        await answered(stream, ASKED)
+        message = codec.score_to_proto(len(PROMPT), [1], Proposal((2, 3), (one_hot(2), one_hot(3))))
+        message.next_round.CopyFrom(ASKED)
+        answer = await stream.ask(pb.ScoreRequest(score=message))
+    else:
+        answer = await answered(TargetStream(channel, next(names), greedy), pb.NextRound(plain=True))
+    assert not answer.HasField("offer")
+
+
+async def answered(stream: TargetStream, asked: pb.NextRound) -> pb.ScoreResponse:
+    """Run the first round."""
+    message = codec.score_to_proto(0, PROMPT, Proposal())
+    message.next_round.CopyFrom(asked)
+    return await stream.ask(pb.ScoreRequest(score=message))
+
+
+@in_module_loop
+@pytest.mark.parametrize("shares", [True, False])
+async def test_sessions_learn_from_each_other_unless_told_otherwise(
+    model_folder: Path, names: Iterator[str], shares: bool
+) -> None:
+    """A second session with the same text has its first offer at once."""
+    async with connected_target(model_folder, offers_shared=shares) as channel:
+        first = session(channel, next(names), SAMPLINGS["greedy"])
+        await first.run(6)
+        second = session(channel, next(names), SAMPLINGS["greedy"])
+        await second.run(1)
+    assert bool(second.offer) == shares
+    assert not first.drafts[0]
