@@ -167,24 +167,19 @@ class Scorer:
         if not tasks:
             return
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
-        successors = self._successors(tasks, scored)
+        offers = [task.offers for task in tasks]  # now: a task may be told while it runs
+        successors = _successors(scored) if any(offers) else ()
         finite, answers = self._target_distributions(tasks, scored, contexts)
-        for task, rows, (begin, end) in zip(tasks, rows_of, _spans(tasks), strict=True):
+        for task, rows, told, (begin, end) in zip(tasks, rows_of, offers, _spans(tasks), strict=True):
             if not all(finite[begin:end]):
                 message = "the model's logits for this session are not finite; restart it, or its worker"
                 task.fail(NonFiniteLogitsError(message))
                 continue
-            if task.offers:
+            if told:
                 tokens = [task.round.tokens[-1], *task.round.draft_tokens]
-                task.offers.report(task.round.committed_length, tokens, successors[begin:end])
+                told.report(task.round.committed_length, tokens, successors[begin:end])
             positions = tuple(answers[begin:end])
             task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
-
-    def _successors(self, tasks: Sequence[ScoreTask], logits: torch.Tensor) -> tuple[bytes, ...]:
-        """Return the most probable tokens by logits [sum of N + 1, V], one entry a row; nothing where nobody asks."""
-        if not any(task.offers for task in tasks):
-            return ()
-        return _bytes_of(top_tokens(logits, min(NUM_SUCCESSORS, logits.shape[-1])).to(torch.int32))
 
     def _target_distributions(
         self, tasks: Sequence[ScoreTask], logits: torch.Tensor, contexts: Sequence[SamplingContext]
@@ -205,6 +200,11 @@ class Scorer:
         finite = [math.isfinite(sum(inside, mass)) for inside, mass in zip(probs_of, masses, strict=True)]
         masses = np.array(masses, codec.FLOAT32).tolist()  # as they are shipped: what is decided by them, is the same
         return finite, list(map(TargetDistribution, probs_of, masses, tail_tokens))
+
+
+def _successors(logits: torch.Tensor) -> tuple[bytes, ...]:
+    """Return the most probable tokens by logits [sum of N + 1, V], one entry a row."""
+    return _bytes_of(top_tokens(logits, min(NUM_SUCCESSORS, logits.shape[-1])).to(torch.int32))
 
 
 def _tail_draws(tasks: Sequence[ScoreTask]) -> list[float]:

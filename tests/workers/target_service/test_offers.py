@@ -1,8 +1,9 @@
 """What the target worker drafts itself: offered with an answer, scored ahead, and answered like any other draft."""
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -14,6 +15,8 @@ from specdec.exact.randomness import acceptance_uniforms
 from specdec.exact.values import Proposal, one_hot
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
+from target_service.offering import SessionOffers
+from target_service.scorer import Scorer, ScoreTask
 from tests.support.worker_streams import PROMPT, TargetStream, connected_target
 from tests.workers.conftest import NUM_TOKENS
 from tests.workers.target_service.streams import in_module_loop, values
@@ -187,3 +190,20 @@ async def test_sessions_learn_from_each_other_unless_told_otherwise(
         await second.run(1)
     assert bool(second.offer) == shares
     assert not first.drafts[0]
+
+
+@in_module_loop
+async def test_a_round_may_be_told_to_learn_while_it_is_scored(
+    channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was scored ahead may run when the message comes that asks for offers."""
+    distributions = Scorer._target_distributions
+
+    def told(scorer: Scorer, tasks: Sequence[ScoreTask], *rest: Any) -> Any:
+        for task in tasks:
+            task.offers = SessionOffers(task.session, None)
+        return distributions(scorer, tasks, *rest)
+
+    monkeypatch.setattr(Scorer, "_target_distributions", told)
+    answer = await answered(TargetStream(channel, next(names), SAMPLINGS["greedy"]), pb.NextRound(plain=True))
+    assert answer.cached_len == len(PROMPT)
