@@ -57,6 +57,8 @@ class Following:
         if not self.next_round.num_offered and not any(self.next_round.draft_lengths):
             return Proposal(), False
         text = task.sequence.tokens[: task.round.committed_length]
+        if len(text) < task.round.committed_length:  # evicted since
+            return Proposal(), False
         text.extend(emitted)
         match = self.lookup.find(text)
         if count := self.next_round.num_draft_tokens(match, len(text)):
