@@ -1,10 +1,12 @@
 """A target worker for all tests of a file that leave it as it was."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
+import pytest
 import pytest_asyncio
+from prometheus_client import REGISTRY
 
 from tests.support.worker_streams import connected_target
 
@@ -14,3 +16,21 @@ async def channel(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
     """One worker for all tests that leave it as it was."""
     async with connected_target(model_folder) as connected:
         yield connected
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def without(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A worker that scores nothing ahead."""
+    async with connected_target(model_folder, score_ahead=False) as connected:
+        yield connected
+
+
+def count_of(name: str) -> float:
+    return REGISTRY.get_sample_value(f"specdec_target_ahead_{name}_total") or 0.0
+
+
+@pytest.fixture
+def counted() -> Callable[[], tuple[float, float]]:
+    """Return how many rounds were begun ahead since the test began, and how many of them were asked for."""
+    before = count_of("rounds"), count_of("hits")
+    return lambda: (count_of("rounds") - before[0], count_of("hits") - before[1])

@@ -1,15 +1,19 @@
 """Target streams of tests: values of their answers, and what scores must be."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
 from specdec.exact import codec
-from specdec.exact.randomness import Key, Purpose, uniform
+from specdec.exact.acceptance import RULES
+from specdec.exact.randomness import Key, Purpose, acceptance_uniforms, uniform
 from specdec.exact.values import Proposal, Scores, SparseDistribution
+from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
+from tests.support.worker_streams import TargetStream
 from tests.workers.conftest import NUM_TOKENS
 
 SUPPORTS = [[11, 12, 200], [13], [14, 15]]
@@ -46,3 +50,45 @@ def assert_scores(scores: Scores, distributions: torch.Tensor, committed_length:
         )
         assert begin - 1e-5 <= threshold <= end + 1e-5
         assert position.tail_token not in support
+
+
+@dataclass
+class Rounds:
+    """A session whose rounds commit what its rule accepts, and say what follows, as a coordinator's do."""
+
+    stream: TargetStream
+    sampling: SamplingParams
+    next_round: pb.NextRound
+    text: list[int]
+    rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK
+    start: int = 0  # tokens of the text that the worker has
+    offer: Proposal = field(default_factory=Proposal)  # with the last answer
+    drafts: list[Proposal] = field(default_factory=list)
+    answers: list[pb.ScoreResponse] = field(default_factory=list)
+    num_accepted: int = 0
+
+    async def run(self, num_rounds: int) -> None:
+        """Run so many rounds."""
+        for _ in range(num_rounds):
+            await self.round(self.draft())
+
+    def draft(self) -> Proposal:
+        """Return the next round's draft: what was offered."""
+        return self.offer
+
+    async def round(self, draft: Proposal) -> None:
+        """Run one round."""
+        message = codec.score_to_proto(self.start, self.text[self.start :], draft)
+        message.next_round.CopyFrom(self.next_round)
+        answer = await self.stream.ask(pb.ScoreRequest(score=message))
+        self.start = len(self.text)
+        assert answer.cached_len == self.start
+        self.drafts.append(draft)
+        self.answers.append(answer)
+        scores = codec.scores_from_proto(answer, draft, NUM_TOKENS)
+        assert self.sampling.seed is not None
+        draws = acceptance_uniforms(self.sampling.seed, self.start, len(draft))
+        verdict = RULES[self.rule].accept(draft, scores, draws)
+        self.num_accepted += len(verdict.path)
+        self.text += [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
+        self.offer = codec.offer_from_proto(answer.offer, self.next_round.num_offered, NUM_TOKENS)

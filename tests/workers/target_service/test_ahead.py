@@ -1,21 +1,16 @@
 """Rounds that are scored before they are asked for: the same answers, used for exactly the round that they are of."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
-import pytest_asyncio
-from prometheus_client import REGISTRY
 
-from specdec.exact import codec
-from specdec.exact.acceptance import RULES
 from specdec.exact.lookup import NUM_LENGTHS, TextLookup, continued
 from specdec.exact.prefix import chain
-from specdec.exact.randomness import acceptance_uniforms
 from specdec.exact.values import ObservationRequest, Proposal
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
@@ -23,7 +18,7 @@ from target_service.ahead import AheadTask
 from target_service.scorer import ScoreTask
 from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target, packed_supports, score_request
 from tests.workers.conftest import Reference
-from tests.workers.target_service.streams import DRAFT, SUPPORTS, assert_scores, decoded, in_module_loop, values
+from tests.workers.target_service.streams import DRAFT, SUPPORTS, Rounds, assert_scores, decoded, in_module_loop, values
 
 MODELS = Path(__file__).parents[3] / "models"
 NUM_ROUNDS = 12
@@ -34,24 +29,6 @@ SAMPLINGS = {
     "penalties": SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4, seed=2),
     "log probabilities": SamplingParams(top_p=0.9, seed=3, num_logprobs=2),
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def without(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """A worker that scores nothing ahead."""
-    async with connected_target(model_folder, score_ahead=False) as connected:
-        yield connected
-
-
-def count_of(name: str) -> float:
-    return REGISTRY.get_sample_value(f"specdec_target_ahead_{name}_total") or 0.0
-
-
-@pytest.fixture
-def counted() -> Callable[[], tuple[float, float]]:
-    """Return how many rounds were begun ahead since the test began, and how many of them were asked for."""
-    before = count_of("rounds"), count_of("hits")
-    return lambda: (count_of("rounds") - before[0], count_of("hits") - before[1])
 
 
 async def begun(stream: TargetStream, start: int, tokens: list[int]) -> pb.ScoreResponse:
@@ -107,47 +84,15 @@ async def test_drafts_can_follow_instead(
 
 
 @dataclass
-class Looking:
-    """A session whose rounds draft what is looked up in its text, as a coordinator drafts it."""
+class Looking(Rounds):
+    """A session whose rounds draft what is looked up in its text."""
 
-    stream: TargetStream
-    sampling: SamplingParams
-    rule: AcceptanceRuleName
-    next_round: pb.NextRound
-    text: list[int]
-    start: int = 0  # tokens of the text that the worker has
     lookup: TextLookup = field(default_factory=TextLookup)
-    num_drafted: list[int] = field(default_factory=list)  # draft tokens of each round
-    num_accepted: int = 0
-    answers: list[pb.ScoreResponse] = field(default_factory=list)
-
-    async def run(self, num_rounds: int) -> None:
-        """Run so many rounds."""
-        for _ in range(num_rounds):
-            draft = self.draft()
-            new, start = self.text[self.start :], self.start
-            self.start = len(self.text)
-            self.text += await self.round(start, new, draft)
 
     def draft(self) -> Proposal:
         """Return what is looked up: up to three tokens of a match of three."""
         match = self.lookup.find(self.text)
         return continued(self.text, match, min(3, 127 - len(self.text)) if match.num_tokens > 2 else 0)
-
-    async def round(self, start: int, tokens: list[int], draft: Proposal) -> list[int]:
-        """Run one round; return what it commits."""
-        message = codec.score_to_proto(start, tokens, draft)
-        message.next_round.CopyFrom(self.next_round)
-        answer = await self.stream.ask(pb.ScoreRequest(score=message))
-        assert answer.cached_len == start + len(tokens)
-        self.answers.append(answer)
-        self.num_drafted.append(len(draft))
-        scores = codec.scores_from_proto(answer, draft, 300)
-        assert self.sampling.seed is not None
-        draws = acceptance_uniforms(self.sampling.seed, answer.cached_len, len(draft))
-        verdict = RULES[self.rule].accept(draft, scores, draws)
-        self.num_accepted += len(verdict.path)
-        return [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
 
 
 def looking(
@@ -161,7 +106,7 @@ def looking(
     """Return a session that drafts up to three tokens of each match, and nothing where there is none."""
     said = {"draft_lengths": [0, *[3] * (NUM_LENGTHS - 1)], "plain": True, "max_length": 128} | next_round
     stream = TargetStream(channel, name, sampling, num_prompt=len(prompt), rule=rule.value)
-    return Looking(stream, sampling, rule, pb.NextRound(**said), list(prompt))  # type: ignore[arg-type]
+    return Looking(stream, sampling, pb.NextRound(**said), list(prompt), rule)  # type: ignore[arg-type]
 
 
 LOOKED_UP = {
@@ -206,8 +151,8 @@ async def test_without_its_rule_only_what_follows_a_plain_round_is_known(
     session.stream = TargetStream(channel, next(names), LOOKED_UP["few tokens"], num_prompt=8)
     await session.run(30)
     await session.stream.close()
-    num_plain = session.num_drafted[:-1].count(0)
-    assert counted() == (num_plain + (session.num_drafted[-1] == 0), num_plain)
+    num_plain = session.drafts[:-1].count(Proposal())
+    assert counted() == (num_plain + (not session.drafts[-1]), num_plain)
     assert 0 < num_plain < 29
 
 

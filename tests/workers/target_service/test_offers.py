@@ -1,26 +1,20 @@
 """What the target worker drafts itself: offered with an answer, scored ahead, and answered like any other draft."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-import pytest_asyncio
 
 from specdec.exact import codec
-from specdec.exact.acceptance import RULES
-from specdec.exact.randomness import acceptance_uniforms
 from specdec.exact.values import Proposal, one_hot
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service.offering import SessionOffers
 from target_service.scorer import Scorer, ScoreTask
 from tests.support.worker_streams import PROMPT, TargetStream, connected_target
-from tests.workers.conftest import NUM_TOKENS
-from tests.workers.target_service.streams import in_module_loop, values
-from tests.workers.target_service.test_ahead import count_of
+from tests.workers.target_service.streams import Rounds, in_module_loop, values
 
 MODELS = Path(__file__).parents[3] / "models"
 ASKED = pb.NextRound(plain=True, num_offered=6)
@@ -32,66 +26,14 @@ SAMPLINGS = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def without(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """A worker that scores nothing ahead."""
-    async with connected_target(model_folder, score_ahead=False) as connected:
-        yield connected
-
-
-@dataclass
-class Offered:
-    """A session whose rounds draft what was offered, or what is given."""
-
-    stream: TargetStream
-    sampling: SamplingParams
-    rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK
-    asked: pb.NextRound = field(default_factory=lambda: ASKED)
-    text: list[int] = field(default_factory=lambda: list(PROMPT))
-    start: int = 0
-    offer: Proposal = field(default_factory=Proposal)
-    drafts: list[Proposal] = field(default_factory=list)
-    answers: list[pb.ScoreResponse] = field(default_factory=list)
-    num_accepted: int = 0
-
-    async def run(self, num_rounds: int) -> None:
-        """Run rounds with what is offered."""
-        for _ in range(num_rounds):
-            await self.round(self.offer)
-
-    async def round(self, draft: Proposal) -> None:
-        """Run one round."""
-        message = codec.score_to_proto(self.start, self.text[self.start :], draft)
-        message.next_round.CopyFrom(self.asked)
-        answer = await self.stream.ask(pb.ScoreRequest(score=message))
-        self.start = len(self.text)
-        assert answer.cached_len == self.start
-        self.drafts.append(draft)
-        self.answers.append(answer)
-        scores = codec.scores_from_proto(answer, draft, NUM_TOKENS)
-        assert self.sampling.seed is not None
-        draws = acceptance_uniforms(self.sampling.seed, self.start, len(draft))
-        verdict = RULES[self.rule].accept(draft, scores, draws)
-        self.num_accepted += len(verdict.path)
-        self.text += [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
-        self.offer = codec.offer_from_proto(answer.offer, self.asked.num_offered, NUM_TOKENS)
-
-
 def session(
     channel: grpc.aio.Channel,
     name: str,
     sampling: SamplingParams,
     rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK,
     asked: pb.NextRound = ASKED,
-) -> Offered:
-    return Offered(TargetStream(channel, name, sampling, rule=rule.value), sampling, rule, asked)
-
-
-@pytest.fixture
-def counted() -> Callable[[], tuple[float, float]]:
-    """Return how many rounds were begun ahead since the test began, and how many of them were asked for."""
-    before = count_of("rounds"), count_of("hits")
-    return lambda: (count_of("rounds") - before[0], count_of("hits") - before[1])
+) -> Rounds:
+    return Rounds(TargetStream(channel, name, sampling, rule=rule.value), sampling, asked, list(PROMPT), rule)
 
 
 @in_module_loop
