@@ -27,11 +27,10 @@ from benchmarks.recording import ASKED, SCORED, Line, cut, record
 from benchmarks.served import SERVED
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
+from coordinator.choosing.plans import NOTHING, PLAIN, RESTING, DraftPlan, Found, Missed, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import joint_names, parts_of
 from coordinator.merging import merged, shares
-from specdec.exact.lookup import NO_MATCH, Match
 from specdec.exact.tree import longest_path
 from specdec.exact.values import Proposal, one_hot
 from specdec.serving.local import HEADS, CannotRun
@@ -154,9 +153,7 @@ class Fixed(PlanChooser):
         super().__init__(SharedStatistics(), [], 0)
         self._plan = plan
 
-    def choose(
-        self, remaining_tokens: int, available: object = None, match: Match = NO_MATCH, num_offered: int = 0
-    ) -> DraftPlan:
+    def choose(self, remaining_tokens: int, available: object = None, found: Found = NOTHING) -> DraftPlan:
         """Return it, as far as there is room."""
         count = min(self._plan.num_draft_tokens, remaining_tokens - 1)
         return DraftPlan(self._plan.drafter, count) if count > 0 else RESTING

@@ -13,7 +13,7 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.offers import OFFER
-from coordinator.choosing.plans import PLAIN, DraftPlan, Missed, RoundOutcome
+from coordinator.choosing.plans import PLAIN, DraftPlan, Found, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
 from specdec.exact.acceptance import AcceptanceRule
@@ -258,7 +258,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     await comparing.wait()
     available = AvailableDrafters(parts.drafters)
     match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
-    chosen = parts.chooser.choose(generation.remaining_tokens, available, match, len(offer))
+    chosen = parts.chooser.choose(generation.remaining_tokens, available, Found(match, len(offer)))
     plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match, offer)
     proposal = drafted.proposal
     comparing.begin(chosen, available, generation.committed)

@@ -19,11 +19,11 @@ from coordinator.choosing.costs import Counts
 from coordinator.choosing.estimates import JOINT_LENGTH, Estimates
 from coordinator.choosing.lookups import LOOKUP, Lookups
 from coordinator.choosing.offers import OFFER, Offers
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Estimate, RoundOutcome, Trial
+from coordinator.choosing.plans import NOTHING, PLAIN, RESTING, DraftPlan, Estimate, Found, RoundOutcome, Trial
 from coordinator.choosing.rest import AWAKE_ROUNDS, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.joint_names import AND
-from specdec.exact.lookup import NO_MATCH, SHORTEST, Match, NextRound
+from specdec.exact.lookup import NO_MATCH, SHORTEST, NextRound
 from specdec.exact.values import Proposal
 from specdec.types import MAX_DRAFT_TOKENS
 
@@ -72,18 +72,13 @@ class PlanChooser:
         self._has_observed = False  # the target, for the drafters of this session: its prompt at least
 
     def choose(
-        self,
-        remaining_tokens: int,
-        available: Iterable[str] | None = None,
-        match: Match = NO_MATCH,
-        num_offered: int = 0,
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
         """Return the plan of a round that may commit at most `remaining_tokens` tokens, one of which closes it.
 
-        `available` are the drafters whose workers answer; None: all. `match` is what the coordinator has looked up,
-        and so many draft tokens are offered by the target, which has begun to score them.
+        `available` are the drafters whose workers answer; None: all.
         """
-        self._match = match
+        self._match, num_offered = found.match, found.num_offered
         if looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum)):
             self._trial = None
             return looked_up

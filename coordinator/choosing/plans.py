@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.exact.lookup import NO_MATCH, Match
 from specdec.exact.values import Proposal
 
 
@@ -17,6 +18,15 @@ class DraftPlan:
     fallback: "DraftPlan | None" = None  # to be followed where the drafter finds less than MIN_FOUND tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a round may draft without asking anybody."""
+
+    match: Match = NO_MATCH  # in the session's own text
+    num_offered: int = 0  # draft tokens of the target's own, which it has begun to score
+
+
+NOTHING = Found()
 MIN_FOUND = 2  # draft tokens; the guess of a drafter with a model is better than a single token that was looked up
 PLAIN = DraftPlan()
 RESTING = DraftPlan(observes=False)

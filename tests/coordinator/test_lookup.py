@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.lookups import COMPARED_LENGTH, LOOKUP, SHORTEST_OF, Lookups
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import FIRST_SCOUTS, SESSIONS_PER_SCOUT, SharedStatistics
 from specdec.exact.lookup import (
     FIRST_SLOTS,
@@ -107,21 +107,21 @@ def test_each_round_decides_by_its_own_match() -> None:
     teach(shared, 2, 0)
     teach(shared, 9, 12)
     chooser = chooser_of(shared)
-    assert chooser.choose(ROOM, match=Match(5, 2)).drafter != LOOKUP
-    plan = chooser.choose(ROOM, match=Match(5, 9))
+    assert chooser.choose(ROOM, found=Found(Match(5, 2))).drafter != LOOKUP
+    plan = chooser.choose(ROOM, found=Found(Match(5, 9)))
     assert plan.drafter == LOOKUP
     assert plan.num_draft_tokens >= 8
-    assert chooser.choose(4, match=Match(5, 9)).num_draft_tokens <= 3, "the last token closes the round"
+    assert chooser.choose(4, found=Found(Match(5, 9))).num_draft_tokens <= 3, "the last token closes the round"
     said = chooser.next_round(plan, ROOM)
     assert said is not None
     assert [said.num_draft_tokens(Match(5, length), 20) > 0 for length in (2, 9, 12)] == [False, True, True]
     assert not said.plain
     for _ in range(60):
-        assert chooser.choose(ROOM, match=Match(5, 9)) == plan, "what was said to the target is kept to"
+        assert chooser.choose(ROOM, found=Found(Match(5, 9))) == plan, "what was said to the target is kept to"
         chooser.observe(RoundOutcome(plan, plan.num_draft_tokens, (), 0.0, 1.4))
     said = chooser.next_round(plan, ROOM)
     assert said is None or not said.num_draft_tokens(Match(5, 9), 20)
-    assert chooser.choose(ROOM, match=Match(5, 9)).drafter != LOOKUP
+    assert chooser.choose(ROOM, found=Found(Match(5, 9))).drafter != LOOKUP
 
 
 def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
@@ -132,7 +132,7 @@ def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
         if (plan := chooser.choose(ROOM)) == RESTING:
             break
         chooser.observe(RoundOutcome(plan, 0, (), 0.0, 1.0))
-    plan = chooser.choose(ROOM, match=Match(5, 9))
+    plan = chooser.choose(ROOM, found=Found(Match(5, 9)))
     assert (plan.drafter, plan.observes) == (LOOKUP, False)
     said = chooser.next_round(plan, ROOM)
     assert said
@@ -147,7 +147,7 @@ def test_rounds_that_draft_nothing_tell_what_a_match_is_worth() -> None:
     before = shared.acceptance(f"{LOOKUP} 3", is_greedy=False).accept_probs[0]
     text = [1, 2, 3, 4, 1, 2, 3]
     for _ in range(12):
-        chooser.choose(ROOM, match=Match(3, 3))
+        chooser.choose(ROOM, found=Found(Match(3, 3)))
         chooser.compare_lookup(len(text))
         chooser.settle([*text, 9])
     assert shared.acceptance(f"{LOOKUP} 3", is_greedy=False).accept_probs[0] < 0.5 * before
@@ -170,7 +170,7 @@ def test_without_lookups_a_match_changes_nothing() -> None:
     shared = known_costs()
     teach(shared, 9, 12)
     for chooser in (chooser_of(shared, looks_up=False), chooser_of(shared, looks_up=False, fixed=4)):
-        assert chooser.choose(ROOM, match=Match(5, 9)).drafter != LOOKUP
+        assert chooser.choose(ROOM, found=Found(Match(5, 9))).drafter != LOOKUP
         assert chooser.next_round(DraftPlan("a", 4), ROOM) is None
 
 

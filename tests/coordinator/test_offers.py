@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.offers import OFFER
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import OFFERING_SHARE, SharedStatistics
 from specdec.exact import codec
 from specdec.v1 import target_pb2
@@ -37,7 +37,7 @@ class Session:
     def run(self, num_rounds: int) -> "Session":
         """Run rounds; one at rest takes 0.7 of another one."""
         for _ in range(num_rounds):
-            plan = self.chooser.choose(ROOM, num_offered=self.num_offered)
+            plan = self.chooser.choose(ROOM, found=Found(num_offered=self.num_offered))
             next_round = self.chooser.next_round(plan, ROOM)
             self.plans.append(plan)
             self.asked.append(next_round.num_offered if next_round else 0)
@@ -90,8 +90,8 @@ def test_a_longer_offer_is_tried() -> None:
 
 def test_an_offer_beyond_the_texts_end_is_not_drafted() -> None:
     session = Session(known_costs(), 3).run(50)
-    assert session.chooser.choose(4, num_offered=4).drafter != OFFER
-    assert session.chooser.choose(5, num_offered=4).drafter == OFFER
+    assert session.chooser.choose(4, found=Found(num_offered=4)).drafter != OFFER
+    assert session.chooser.choose(5, found=Found(num_offered=4)).drafter == OFFER
 
 
 def test_a_session_of_given_drafts_takes_no_offers() -> None:

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.plans import MIN_FOUND, PLAIN, RESTING, DraftPlan, RoundOutcome
+from coordinator.choosing.plans import MIN_FOUND, NOTHING, PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import (
@@ -22,7 +22,6 @@ from coordinator.rounds import (
 )
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.acceptance import TokenRule
-from specdec.exact.lookup import NO_MATCH, Match
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.types import FinishReason, SamplingParams, TokenOrigin
 from tests.support.toy_coordinator import until
@@ -430,11 +429,7 @@ class AlwaysCompares(PlanChooser):
         super().__init__(SharedStatistics(), [TOY, "other"], 8)
 
     def choose(
-        self,
-        remaining_tokens: int,
-        available: Iterable[str] | None = None,
-        match: Match = NO_MATCH,
-        num_offered: int = 0,
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
         return DraftPlan(TOY, min(3, remaining_tokens - 1))
 
@@ -506,11 +501,7 @@ class AlwaysRests(PlanChooser):
     """Rests from the beginning."""
 
     def choose(
-        self,
-        remaining_tokens: int,
-        available: Iterable[str] | None = None,
-        match: Match = NO_MATCH,
-        num_offered: int = 0,
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
         return RESTING
 
@@ -538,11 +529,7 @@ class FallsBack(RecordingChooser):
         self.unused: list[tuple[str | None, int]] = []
 
     def choose(
-        self,
-        remaining_tokens: int,
-        available: Iterable[str] | None = None,
-        match: Match = NO_MATCH,
-        num_offered: int = 0,
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
         room = min(3, remaining_tokens - 1)
         return DraftPlan("lookup", room, fallback=DraftPlan(TOY, room)) if room else PLAIN

@@ -26,11 +26,11 @@ from benchmarks.judging import (
 from coordinator import rounds
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.lookups import LOOKUP
-from coordinator.choosing.plans import DraftPlan
+from coordinator.choosing.plans import NOTHING, DraftPlan, Found
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.codec import distributions_from_proto, distributions_to_proto
-from specdec.exact.lookup import NO_MATCH, Match, TextLookup
+from specdec.exact.lookup import TextLookup
 from specdec.exact.values import SparseDistribution
 from specdec.types import SamplingParams
 from specdec.v1 import types_pb2
@@ -395,14 +395,10 @@ class NotingChooser(PlanChooser):
         self.drafters: list[str | None] = []
 
     def choose(
-        self,
-        remaining_tokens: int,
-        available: Iterable[str] | None = None,
-        match: Match = NO_MATCH,
-        num_offered: int = 0,
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
         """Choose, and note."""
-        plan = super().choose(remaining_tokens, available, match, num_offered)
+        plan = super().choose(remaining_tokens, available, found)
         self.drafters.append(plan.drafter)
         return plan
 

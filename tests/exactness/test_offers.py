@@ -13,11 +13,11 @@ import torch
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.offers import OFFER
-from coordinator.choosing.plans import RESTING, DraftPlan
+from coordinator.choosing.plans import NOTHING, RESTING, DraftPlan, Found
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.rounds import DEFAULT_OPTIONS, Scored, ScoreOptions
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
-from specdec.exact.lookup import NO_MATCH, Match, NextRound, TextLookup
+from specdec.exact.lookup import NextRound, TextLookup
 from specdec.exact.randomness import acceptance_uniforms
 from specdec.exact.values import Proposal, one_hot
 from specdec.serving.session_stream import WorkerSession
@@ -92,13 +92,9 @@ class TakesOffers(PlanChooser):
         super().__init__(SharedStatistics(), [TOY], NUM_OFFERED, looks_up=True)
 
     def choose(
-        self,
-        remaining_tokens: int,
-        available: Iterable[str] | None = None,
-        match: Match = NO_MATCH,
-        num_offered: int = 0,
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
-        return DraftPlan(OFFER, NUM_OFFERED, observes=False) if 0 < num_offered < remaining_tokens else RESTING
+        return DraftPlan(OFFER, NUM_OFFERED, observes=False) if 0 < found.num_offered < remaining_tokens else RESTING
 
     def next_round(self, plan: DraftPlan, max_length: int) -> NextRound:
         return NextRound((), True, max_length, NUM_OFFERED, learns=True)

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.plans import DraftPlan, Missed
+from coordinator.choosing.plans import NOTHING, DraftPlan, Found, Missed
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.rounds import Drafted, RoundParts
 from specdec.exact import randomness
 from specdec.exact.acceptance import TokenRule
-from specdec.exact.lookup import NO_MATCH, Match, continued
+from specdec.exact.lookup import Match, continued
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import draw
 from specdec.exact.values import Proposal, Scores, SparseDistribution, Uniforms, Verdict
@@ -174,11 +174,7 @@ class PlanFromRejected(PlanChooser):
         self.last = Proposal()
 
     def choose(
-        self,
-        remaining_tokens: int,
-        available: Iterable[str] | None = None,
-        match: Match = NO_MATCH,
-        num_offered: int = 0,
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
         """Return K: none after a proposal whose second token came out unlikely."""
         steps = list(zip(self.last.tokens, self.last.distributions, strict=True))
