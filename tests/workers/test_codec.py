@@ -3,6 +3,7 @@
 import math
 import tracemalloc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from specdec.errors import InvalidArgumentError
 from specdec.exact import codec
+from specdec.exact.lookup import NUM_LENGTHS, NextRound
 from specdec.exact.tree import chain_parents
 from specdec.exact.values import (
     Observations,
@@ -24,7 +26,7 @@ from specdec.exact.values import (
     one_hot,
 )
 from specdec.serving import session_stream
-from specdec.types import SamplingParams
+from specdec.types import MAX_DRAFT_TOKENS, SamplingParams
 from specdec.v1 import draft_pb2, target_pb2, types_pb2
 
 VOCAB_SIZE = 50
@@ -366,3 +368,22 @@ def test_many_observed_layers_are_refused_without_a_copy() -> None:
     finally:
         tracemalloc.stop()
     assert peak_bytes < 200_000
+
+
+@given(
+    st.builds(
+        NextRound,
+        st.lists(st.integers(0, MAX_DRAFT_TOKENS), max_size=NUM_LENGTHS).map(tuple),
+        st.booleans(),
+        st.integers(1, 1000),
+        st.integers(0, MAX_DRAFT_TOKENS),
+        st.booleans(),
+        st.sampled_from([0.0, 0.25, 1.0]),
+    )
+)
+@PROPERTY
+def test_what_follows_a_round_comes_back_as_it_was(next_round: NextRound) -> None:
+    """But a text ends with the worker's context, and what is offered is learned of."""
+    received = codec.next_round_from_proto(codec.next_round_to_proto(next_round), 500)
+    learns = next_round.learns or next_round.num_offered > 0
+    assert received == replace(next_round, max_length=min(next_round.max_length, 500), learns=learns)

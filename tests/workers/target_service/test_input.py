@@ -113,6 +113,14 @@ BAD_ROUNDS = {
         score_request(tokens=[1], next_round=pb.NextRound(draft_lengths=[1, 33])),
         "score.next_round has a draft length of 33; at most 32",
     ),
+    "too many draft tokens to offer": (
+        score_request(tokens=[1], next_round=pb.NextRound(num_offered=33)),
+        "score.next_round has 33 draft tokens to offer; at most 32",
+    ),
+    "no chance": (
+        score_request(tokens=[1], next_round=pb.NextRound(stop_below=math.nan)),
+        "score.next_round has a chance of nan; a chance is 0 to 1",
+    ),
     "past the context": (
         score_request(tokens=[1] * CONTEXT_LENGTH, draft_tokens=[1], supports=packed_supports([1])),
         "129 tokens",
