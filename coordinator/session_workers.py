@@ -74,6 +74,7 @@ class SessionWorkers:
                 speculation.num_draft_tokens,
                 is_greedy=is_greedy,
                 looks_up=looks_up,
+                takes_offers=looks_up and session.sampling.grammar is None,
             ),
             lookup=TextLookup() if looks_up else None,
         )

@@ -2,24 +2,26 @@
 
 It needs no model, no training and no message: after each token of a round the worker knows which tokens the target
 found most probable there, and remembers them (Luo et al. 2024, "Token Recycling"). A tree joins these successors with
-what followed earlier occurrences of the text's end. A session's own reports come first, then those of other sessions of
-its tenant. A draft depends on nothing but text that was committed before its round, and on the target's distributions
-there: not on the session's draws from then on, nor on sessions that make the same draws (specdec/serving/sharing.py).
+what followed earlier occurrences of the text's end. A session's own reports come first; a greedy one then reads those
+of other sessions of its tenant (specdec/serving/sharing.py). So a draft of a sampled session depends on nothing but
+text that was committed before its round, on what was drafted there, and on the target's distributions: never on its
+draws from then on.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from specdec.drafting.candidate_tree import Continuation, grow, reach
-from specdec.drafting.successors import Report, SessionSuccessors, SharedTable, unpacked
+from specdec.drafting.successors import SessionSuccessors, SharedTable, unpacked
 from specdec.exact.lookup import NextRound, TextLookup, following
 from specdec.exact.values import Proposal
 from specdec.serving.session_stream import WorkerSession
-from specdec.serving.sharing import draws_of
+from specdec.serving.sharing import may_read_reports
 
 MAX_LOG = 1024  # reports of a session that can be taken back, some 150 bytes each
+MAX_OWN_TOKENS = 4096  # of a session, of which reports are kept, some 200 bytes each
 MAX_TENANTS = 16  # with a table; the least recently used goes first
-MAX_TOKENS = 1 << 16  # of a table; some 300 bytes each
+MAX_TOKENS = 1 << 16  # of a table; some 200 bytes each
 
 
 class SharedSuccessors:
@@ -44,8 +46,8 @@ class SessionOffers:
     """What one session's rounds have told. Used by one task at a time."""
 
     def __init__(self, session: WorkerSession, table: SharedTable | None) -> None:
-        self._table, self._draws = table, draws_of(session)
-        self._own = SessionSuccessors(MAX_LOG)
+        self._table, self._reads_table = table, may_read_reports(session)
+        self._own = SessionSuccessors(MAX_LOG, MAX_OWN_TOKENS)
 
     def report(self, committed_length: int, tokens: Sequence[int], successors: Sequence[bytes]) -> None:
         """Remember what the target found most probable after each token of a round: the last committed one, the draft.
@@ -56,7 +58,7 @@ class SessionOffers:
         for token, report in zip(tokens, successors, strict=True):
             self._own.report(committed_length - 1, token, report)
             if self._table is not None:
-                self._table.report(token, Report(report, self._draws))
+                self._table.report(token, report)
 
     def draft(self, text: Sequence[int], lookup: TextLookup, next_round: NextRound) -> Proposal:
         """Return a tree of draft tokens after a text."""
@@ -68,5 +70,7 @@ class SessionOffers:
         return grow(continuations, text[-1], self._successors, max(0, count), next_round.stop_below)
 
     def _successors(self, token: int) -> Sequence[int]:
-        report = self._own.of(token) or (self._table and self._table.successors(token, self._draws))
+        report = self._own.of(token)
+        if report is None and self._table and self._reads_table:
+            report = self._table.of(token)
         return unpacked(report) if report else ()

@@ -20,7 +20,8 @@ class TargetSettings(SharedModelSettings):
         True, description="score the round that will most likely follow while the answer before it is on its way"
     )
     offers_shared: bool = Field(
-        True, description="what it drafts itself it learns from all sessions of a tenant, not from each one alone"
+        True,
+        description="what it drafts itself for greedy sessions it learns from all of a tenant",
     )
     observation_window: int = Field(
         256, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"

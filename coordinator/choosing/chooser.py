@@ -50,6 +50,7 @@ class PlanChooser:
         num_draft_tokens: int | None = None,
         is_greedy: bool = False,
         looks_up: bool = False,
+        takes_offers: bool = False,
     ) -> None:
         self._costs, self._exploration = shared.costs, shared.exploration
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
@@ -64,7 +65,7 @@ class PlanChooser:
         self._is_scout = not self._is_fixed and shared.is_scout()
         self._lookups = Lookups(shared, self._maximum, is_greedy) if looks_up and self._maximum else None
         self._all_lengths = self._lengths(self._maximum)
-        self._offers = Offers(shared, self._all_lengths, is_greedy) if looks_up and self._maximum else None
+        self._offers = Offers(shared, self._all_lengths, is_greedy) if takes_offers and self._maximum else None
         self._num_offered = 0  # draft tokens that the target may offer for this round
         self._match = NO_MATCH  # what this round has looked up
         self._draft_lengths: tuple[int, ...] = ()  # of lookups, as promised to the target in the last round

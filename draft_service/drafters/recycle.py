@@ -3,8 +3,8 @@
 It needs no model and no training, and serves any target: the target reports its most probable tokens at each committed
 position, and a table keeps the latest report after each token (Luo et al. 2024, "Turning Trash into Treasure: Token
 Recycling"). A tree joins these successors with what followed earlier occurrences of the text's end. A session's own
-table comes first; then one that all sessions with the same target share, which holds nothing but which tokens may
-follow a token.
+table comes first; then, for greedy sessions, one that all sessions with the same target share, which holds nothing but
+which tokens may follow a token.
 """
 
 from collections import OrderedDict
@@ -18,11 +18,11 @@ from draft_service.drafter import DrafterKind
 from draft_service.found import found_before
 from draft_service.session_texts import MAX_HELD_TOKENS, TextDrafter
 from specdec.drafting.candidate_tree import grow
-from specdec.drafting.successors import NUM_SUCCESSORS, Report, SessionSuccessors, SharedTable, unpacked
+from specdec.drafting.successors import NUM_SUCCESSORS, SessionSuccessors, SharedTable, unpacked
 from specdec.exact.values import ObservationRequest, Observations, Proposal
 from specdec.serving.server import Server
 from specdec.serving.session_stream import WorkerSession
-from specdec.serving.sharing import draws_of, group_of
+from specdec.serving.sharing import group_of, may_read_reports
 
 MAX_SHARED_TABLES = 8  # the least recently used goes first; a target has one
 
@@ -31,7 +31,8 @@ class RecycleSettings(BaseModel):
     """Settings of the drafter `recycle`."""
 
     recycle_shared: bool = Field(
-        True, description="the drafter `recycle` learns which tokens follow a token from all sessions of a target"
+        True,
+        description="greedy sessions of `recycle` learn which tokens follow a token from all of a target",
     )
 
 
@@ -69,20 +70,20 @@ class RecycleDrafter(TextDrafter[RecycledText]):
 
     def observe(self, session: WorkerSession, text: RecycledText, observations: Observations) -> None:
         """Remember the most probable tokens at each observed position."""
-        table, draws = self._table(session), draws_of(session)
+        table = self._table(session)
         for position, top in enumerate(observations.top_tokens, start=observations.start):
             text.report(position, top)
             if table:
-                table.report(text.tokens[position], Report(top, draws))
+                table.report(text.tokens[position], top)
 
     def draft(
         self, session: WorkerSession, text: RecycledText, num_draft_tokens: int, stop_below: float = 0.0
     ) -> Proposal:
         """Return a tree of at most `num_draft_tokens` tokens."""
-        table, draws = self._table(session), draws_of(session)
+        table = self._table(session) if may_read_reports(session) else None
 
         def successors(token: int) -> Sequence[int]:
-            report = text.successors(token) or (table and table.successors(token, draws))
+            report = text.successors(token) or (table and table.of(token))
             return unpacked(report) if report else ()
 
         return grow(found_before(text, num_draft_tokens), text.tokens[-1], successors, num_draft_tokens, stop_below)

@@ -58,8 +58,10 @@ class NextRound:
 class Chains:
     """The places of all pairs of tokens in a text, by hash; at most 12 bytes a token of the text."""
 
-    def __init__(self) -> None:
-        self._latest = array("I", bytes(4 * FIRST_SLOTS))  # by hash: where the token after a pair is; 0: nowhere
+    def __init__(self, num_tokens: int = 0) -> None:
+        """Make room for a text of so many tokens: to make more of it later takes a millisecond a thousand."""
+        num_slots = max(FIRST_SLOTS, 1 << (2 * num_tokens).bit_length())
+        self._latest = array("I", bytes(4 * num_slots))  # by hash: where the token after a pair is; 0: nowhere
         self._earlier = array("I", bytes(4 * SHORTEST))  # by position: the one before it with the same hash
 
     def __len__(self) -> int:
@@ -99,7 +101,7 @@ class TextLookup:
     """What followed earlier in one text that only grows; a shorter one is read anew."""
 
     def __init__(self) -> None:
-        self._pairs = Chains()
+        self._pairs: Chains | None = None  # until the first text
 
     def find(self, tokens: Sequence[int]) -> Match:
         """Return the longest match of the text's end, the latest of several; nothing while a long text is read."""
@@ -113,20 +115,21 @@ class TextLookup:
 
     def matches(self, tokens: Sequence[int]) -> Iterator[Match]:
         """Give the latest matches of the text's end, latest first; none while a long text is read."""
-        if not self._read(tokens):
+        pairs = self._read(tokens)
+        if pairs is None:
             return
-        for position in self._pairs.places(tokens, MAX_CANDIDATES):
+        for position in pairs.places(tokens, MAX_CANDIDATES):
             num_tokens = num_common(tokens, position, len(tokens))
             if num_tokens >= SHORTEST:
                 yield Match(position, num_tokens)
 
-    def _read(self, tokens: Sequence[int]) -> bool:
-        """Add what is new of a text, or a part of it; return whether all of it is there."""
-        if len(tokens) < len(self._pairs):
-            self._pairs = Chains()
+    def _read(self, tokens: Sequence[int]) -> Chains | None:
+        """Add what is new of a text, or a part of it; return its pairs if all of it is there."""
+        if self._pairs is None or len(tokens) < len(self._pairs):
+            self._pairs = Chains(len(tokens))
         end = min(len(tokens), len(self._pairs) + MAX_READ)
         self._pairs.read(tokens, end)
-        return end == len(tokens) >= SHORTEST
+        return self._pairs if end == len(tokens) >= SHORTEST else None
 
 
 def num_common(tokens: Sequence[int], position: int, end: int) -> int:

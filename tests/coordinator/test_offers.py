@@ -28,7 +28,7 @@ class Session:
     """A session whose target offers what it is asked for, and accepts so many of the tokens."""
 
     def __init__(self, shared: SharedStatistics, num_accepted: int, *, offers: bool = True) -> None:
-        self.chooser = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True)
+        self.chooser = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True, takes_offers=True)
         self.num_accepted, self.offers = num_accepted, offers
         self.num_offered = 0
         self.plans: list[DraftPlan] = []
@@ -95,7 +95,12 @@ def test_an_offer_beyond_the_texts_end_is_not_drafted() -> None:
 
 
 def test_a_session_of_given_drafts_takes_no_offers() -> None:
-    for chooser in (PlanChooser(known_costs(), ["a"], 32, 4), PlanChooser(known_costs(), ["a"], 32)):
+    choosers = [
+        PlanChooser(known_costs(), ["a"], 32, 4),
+        PlanChooser(known_costs(), ["a"], 32),
+        PlanChooser(known_costs(), ["a"], 32, looks_up=True),  # with a grammar
+    ]
+    for chooser in choosers:
         for plan in (PLAIN, RESTING, DraftPlan("a", 4)):
             next_round = chooser.next_round(plan, ROOM)
             assert next_round is None or (next_round.num_offered, next_round.learns) == (0, False)

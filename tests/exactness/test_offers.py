@@ -16,6 +16,7 @@ from coordinator.choosing.offers import OFFER
 from coordinator.choosing.plans import NOTHING, RESTING, DraftPlan, Found
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.rounds import DEFAULT_OPTIONS, Scored, ScoreOptions
+from specdec.drafting.successors import SharedTable
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.lookup import NextRound, TextLookup
 from specdec.exact.randomness import acceptance_uniforms
@@ -39,7 +40,7 @@ from tests.support.toys import (
 torch.set_num_threads(1)
 
 NUM_GENERATIONS = 3_000
-NUM_REPEATED = 600  # seeds
+NUM_REPEATED = 300  # seeds
 NUM_OFFERED = 5
 NUM_GENERATED = 6  # so that later rounds draft from what earlier ones showed; the first NUM_TOKENS are judged
 REJECT_BELOW = 1e-6
@@ -88,16 +89,17 @@ class PeekingScorer(OfferingScorer):
 class TakesOffers(PlanChooser):
     """Drafts what is offered, and nothing else."""
 
-    def __init__(self) -> None:
-        super().__init__(SharedStatistics(), [TOY], NUM_OFFERED, looks_up=True)
+    def __init__(self, num_offered: int = NUM_OFFERED) -> None:
+        super().__init__(SharedStatistics(), [TOY], num_offered, takes_offers=True)
+        self._asked = num_offered
 
     def choose(
         self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
-        return DraftPlan(OFFER, NUM_OFFERED, observes=False) if 0 < found.num_offered < remaining_tokens else RESTING
+        return DraftPlan(OFFER, self._asked, observes=False) if 0 < found.num_offered < remaining_tokens else RESTING
 
     def next_round(self, plan: DraftPlan, max_length: int) -> NextRound:
-        return NextRound((), True, max_length, NUM_OFFERED, learns=True)
+        return NextRound((), True, max_length, self._asked, learns=True)
 
 
 async def generated(
@@ -137,33 +139,85 @@ async def test_offers_that_know_of_draws_to_come_are_noticed() -> None:
     assert judged(plays).p_value < REJECT_BELOW
 
 
-# ---- equal draws
+# ---- what others have shown
 
 
-async def repeated() -> list[GenerationResult]:
-    """Generate with each seed twice, the second time from what the first one left; return the second ones."""
-    plays = []
+def chain_of(rows: dict[int, dict[int, float]]) -> ToyModel:
+    """Return a Markov chain over ten tokens; a token without a row follows itself."""
+    probs = torch.full((10, 10), 1e-13)
+    for token in range(10):
+        for after, prob in rows.get(token, {token: 1.0}).items():
+            probs[token, after] = prob
+    return ToyModel(probs.log())
+
+
+# 1 is followed by 2 or 3, each with a half, 2 by 1, and 3 by 5
+ASKED_TWICE = replace(chain_of({0: {1: 1.0}, 1: {2: 0.5, 3: 0.5}, 2: {1: 1.0}, 3: {5: 1.0}}), prompt=(8, 0))
+# after 9 and 2 it may draft the 1 that the other one has shown to follow 2: then it shows what follows 1
+BETWEEN = replace(chain_of({9: {2: 1.0}, 2: {6: 1.0}, 1: {2: 1.0}}), prompt=(8, 9))
+
+
+class OthersTable(SharedTable):
+    """Gives a session what sessions of other seeds have reported last."""
+
+    def __init__(self, reports: dict[int, dict[int, bytes]], seed: int) -> None:
+        super().__init__()
+        self._by_seed, self._seed = reports, seed
+
+    def report(self, token: int, successors: bytes) -> None:
+        """Note a report as this session's."""
+        self._by_seed.setdefault(token, {})[self._seed] = successors
+
+    def of(self, token: int) -> bytes | None:
+        """Return the latest report of another session."""
+        others = [report for seed, report in self._by_seed.get(token, {}).items() if seed != self._seed]
+        return others[-1] if others else None
+
+
+async def second_token(
+    reports: dict[int, dict[int, bytes]], model: ToyModel, seed: int, temperature: float = 1.0
+) -> int:
+    """Generate; return the second token."""
+    session = WorkerSession("session", 1, SamplingParams(seed=seed, temperature=temperature), 2)
+    scorer = OfferingScorer(model, seed, TokenRule(), SessionOffers(session, OthersTable(reports, seed)))
+    return (await generate_with({TOY: ToyDrafter(model, seed)}, scorer, TakesOffers(1), 4, TokenRule())).tokens[1]
+
+
+async def share_of_twos(temperature_between: float) -> float:
+    """Generate with each seed twice, and another text between; return how often 2 followed 1 the second time."""
+    num_twos = 0
     for seed in range(NUM_REPEATED):
-        shared = SharedSuccessors()
-        await generated(shared, seed, TokenRule())
-        plays.append(await generated(shared, seed, TokenRule()))
-    return plays
+        reports: dict[int, dict[int, bytes]] = {}
+        await second_token(reports, ASKED_TWICE, seed)
+        await second_token(reports, BETWEEN, NUM_REPEATED + seed, temperature_between)
+        num_twos += await second_token(reports, ASKED_TWICE, seed) == 2
+    return num_twos / NUM_REPEATED
 
 
-async def test_repeated_seeds_have_the_targets_distribution() -> None:
-    """A session drafts from nothing that its own draws led to."""
-    assert judged(await repeated()).p_value > REJECT_BELOW
+async def test_draws_do_not_come_back_through_what_a_third_session_drafted() -> None:
+    """Which tokens the target reported on for another session may depend on the draws of this one."""
+    for temperature in (1.0, 0.0):
+        assert await share_of_twos(temperature) == pytest.approx(0.5, abs=0.1)
 
 
-def session_of(seed: int) -> WorkerSession:
-    return WorkerSession("session", 1, SamplingParams(seed=seed), 2)
+@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["sampled", "greedy"])
+async def test_sampled_sessions_that_read_what_others_have_shown_are_noticed(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though never what sessions of their own seed have shown."""
+    monkeypatch.setattr(offering, "may_read_reports", lambda session: True)
+    assert await share_of_twos(temperature) < 0.35
 
 
-@pytest.mark.parametrize(("seed", "is_offered"), [(1, False), (2, True)])
-def test_what_equal_draws_have_shown_is_not_offered(seed: int, is_offered: bool) -> None:
+def session_of(seed: int, temperature: float = 1.0) -> WorkerSession:
+    return WorkerSession("session", 1, SamplingParams(seed=seed, temperature=temperature), 2)
+
+
+@pytest.mark.parametrize(("temperature", "is_offered"), [(1.0, False), (0.0, True)])
+def test_greedy_sessions_alone_read_what_others_have_shown(temperature: float, is_offered: bool) -> None:
     shared = SharedSuccessors()
     SessionOffers(session_of(1), shared.of(session_of(1))).report(2, [7], [pack("<2I", 8, 9)])
-    offers = SessionOffers(session_of(seed), shared.of(session_of(seed)))
+    offers = SessionOffers(session_of(2, temperature), shared.of(session_of(2)))
     assert (offers.draft([5, 7], TextLookup(), NextRound(num_offered=2)).tokens == (8, 9)) == is_offered
 
 
@@ -188,9 +242,18 @@ def test_what_can_no_longer_be_taken_back_is_given_up(monkeypatch: pytest.Monkey
     assert [offers.draft([5, token], lookup, asked).tokens for token in (7, 4, 2)] == [(), (), (1,)]
 
 
+def test_a_session_keeps_reports_of_some_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones go first."""
+    monkeypatch.setattr(offering, "MAX_OWN_TOKENS", 2)
+    offers, lookup, asked = SessionOffers(session_of(1), None), TextLookup(), NextRound(num_offered=1)
+    for length, token in enumerate((7, 4, 7, 6), start=2):
+        offers.report(length, [token], [pack("<2I", 8, 9)])
+    assert [offers.draft([5, token], lookup, asked).tokens for token in (7, 4, 6)] == [(), (8,), (8,)]
+
+
 def test_tenants_share_nothing() -> None:
     shared = SharedSuccessors()
-    sessions = [replace(session_of(seed), session_id=f"{tenant}.name") for seed, tenant in enumerate("aab")]
+    sessions = [replace(session_of(seed, 0.0), session_id=f"{tenant}.name") for seed, tenant in enumerate("aab")]
     SessionOffers(sessions[0], shared.of(sessions[0])).report(2, [7], [pack("<2I", 8, 9)])
     drafts = [
         SessionOffers(each, shared.of(each)).draft([5, 7], TextLookup(), NextRound(num_offered=1)).tokens

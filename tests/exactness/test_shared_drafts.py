@@ -16,7 +16,6 @@ from benchmarks.judging import Agreement, Floats, History, agreement, joint_dist
 from coordinator.rounds import DEFAULT_OPTIONS, Drafted, Scored, ScoreOptions
 from draft_service import finished_texts
 from draft_service.drafter import DraftRequest
-from draft_service.drafters import recycle
 from draft_service.drafters.recycle import RecycleDrafter
 from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.finished_texts import FinishedTexts
@@ -180,8 +179,7 @@ async def test_repeated_seeds_have_the_targets_distribution(is_recycled: bool) -
 @pytest.fixture
 def sharing_whatever_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the mistake: sessions draft from all texts, also from those that their own draws led to."""
-    for module in (finished_texts, recycle):
-        monkeypatch.setattr(module, "draws_of", lambda session: None)
+    monkeypatch.setattr(finished_texts, "draws_of", lambda session: None)
 
 
 @pytest.mark.usefixtures("sharing_whatever_was_drawn")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from draft_service.drafter import DraftRequest
 from draft_service.drafters.recycle import MAX_SHARED_TABLES, RecycleDrafter, RecycledText
-from specdec.drafting.successors import Report, SharedTable
+from specdec.drafting.successors import SessionSuccessors, SharedTable
 from specdec.exact.tree import children_of
 from specdec.exact.values import Observations, Proposal, one_hot
 from specdec.serving.session_stream import WorkerSession
@@ -126,44 +126,50 @@ async def taught(shares: bool = True, **teacher: object) -> RecycleDrafter:
     return drafter
 
 
-async def test_sessions_of_one_target_share() -> None:
-    assert roots(await ask(await taught(), session("s"), 0, [1])) == [9]
-    assert roots(await ask(await taught(), session("s", target="other"), 0, [1])) == []
-    assert roots(await ask(await taught(target=""), session("s", target=""), 0, [1])) == [], "an unknown target"
-    assert roots(await ask(await taught(shares=False), session("s"), 0, [1])) == []
+def greedy(name: str, seed: int = 1, target: str = "target") -> WorkerSession:
+    """Return a session that no draw judges."""
+    return session(name, seed, target, temperature=0.0)
 
 
-async def test_equal_draws_share_nothing() -> None:
-    """What the same seed led to was decided by the draws that will judge the draft."""
-    assert roots(await ask(await taught(seed=1), session("s", seed=1), 0, [1])) == []
-    assert roots(await ask(await taught(seed=1, temperature=0.0), session("s", seed=1), 0, [1])) == [9]
-    assert roots(await ask(await taught(seed=1), session("s", seed=1, temperature=0.0), 0, [1])) == [9]
+async def test_greedy_sessions_of_one_target_share() -> None:
+    assert roots(await ask(await taught(), greedy("s"), 0, [1])) == [9]
+    assert roots(await ask(await taught(), greedy("s", target="other"), 0, [1])) == []
+    assert roots(await ask(await taught(target=""), greedy("s", target=""), 0, [1])) == [], "an unknown target"
+    assert roots(await ask(await taught(shares=False), greedy("s"), 0, [1])) == []
 
 
-writes = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2) | st.none(), st.integers(0, 99)), max_size=20)
+async def test_sampled_sessions_read_nothing_of_others() -> None:
+    """Not even of other seeds: what those were told of may have been drafted from what this one's draws left."""
+    for seed, temperature in ((1, 1.0), (2, 1.0), (1, 0.0)):
+        drafter = await taught(seed=seed, temperature=temperature)
+        assert roots(await ask(drafter, session("s", seed=1), 0, [1])) == []
 
 
-@given(writes, st.integers(0, 2) | st.none())
-def test_the_table_is_what_it_would_be_without_ones_own_draws(
-    writes: list[tuple[int, int | None, int]], draws: int | None
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=12),
+    st.integers(0, 12),
+    st.integers(1, 4),
+    st.integers(1, 6),
+)
+def test_what_truncation_leaves_depends_on_nothing_behind_it(
+    reports: list[tuple[int, int]], length: int, max_log: int, max_tokens: int
 ) -> None:
-    table, others = SharedTable(), SharedTable()
-    for token, source, top in writes:
-        table.report(token, Report(report(top), source))
-        if source != draws or source is None:
-            others.report(token, Report(report(top), source))
-    for token in range(3):
-        assert table.successors(token, draws) == others.successors(token, draws)
-        latest = [top for written, source, top in writes if written == token and (source is None or source != draws)]
-        assert table.successors(token, draws) == (report(latest[-1]) if latest else None)
+    """However little is kept: it is all that was known there, or nothing."""
+    kept, known = SessionSuccessors(max_log, max_tokens), SessionSuccessors(max_log, max_tokens)
+    for position, (token, top) in enumerate(reports):
+        kept.report(position, token, report(top))
+        if position < length:
+            known.report(position, token, report(top))
+    kept.truncate(length)
+    assert [kept.of(token) for token in range(6)] in ([known.of(token) for token in range(6)], [None] * 6)
 
 
 async def test_tables_are_bounded() -> None:
     table = SharedTable(max_tokens=2)
     for token in range(4):
-        table.report(token, Report(report(9), 1))
-    assert [table.successors(token, 2) is not None for token in range(4)] == [True, True, False, False]
+        table.report(token, report(9))
+    assert [table.of(token) is not None for token in range(4)] == [True, True, False, False]
     drafter = await taught()
     for number in range(MAX_SHARED_TABLES):
-        await ask(drafter, session("s", target=f"target {number}"), 0, [1])
-    assert roots(await ask(drafter, session("t"), 0, [1])) == [], "the least recently used target is forgotten"
+        await ask(drafter, greedy("s", target=f"target {number}"), 0, [1])
+    assert roots(await ask(drafter, greedy("t"), 0, [1])) == [], "the least recently used target is forgotten"
