@@ -242,10 +242,9 @@ async def _drafted(
     """Draft what was looked up, or what the target has offered, or as `draft` does."""
     if match.num_tokens and chosen.drafter == LOOKUP:
         return chosen, Drafted(continued(committed, match, chosen.num_draft_tokens)), None
-    if offer and chosen.drafter == OFFER:
-        parts.chooser.compare_lookup(len(committed))
-        return chosen, Drafted(offer), None
     parts.chooser.compare_lookup(len(committed))
+    if chosen.drafter == OFFER:
+        return chosen, Drafted(offer), None
     return await draft(parts.drafters, committed, chosen)
 
 

@@ -27,10 +27,8 @@ class Offers:
         self._known: list[Estimate] = []  # by number of draft tokens, rising
         self._best: Estimate | None = None
         self._load, self._age = 0, 0
-        self._trial_speed, self._next_trial_speed = (
-            0.0,
-            0.0,
-        )  # promised in place of a trial; 0: there is none
+        self._trial_speed = 0.0  # what was promised in place of this round's trial; 0: it is none
+        self._next_trial_speed = 0.0
 
     @property
     def best(self) -> Estimate:

@@ -56,7 +56,7 @@ class NextRound:
 
 
 class Chains:
-    """The places of all pairs of tokens in a text, by hash; at most 12 bytes a token of the text."""
+    """The places of all pairs of tokens in a text, by hash; 12 to 20 bytes a token of the text."""
 
     def __init__(self, num_tokens: int = 0) -> None:
         """Make room for a text of so many tokens: to make more of it later takes a millisecond a thousand."""

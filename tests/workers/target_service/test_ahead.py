@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 
 from specdec.exact.lookup import NUM_LENGTHS, TextLookup, continued
 from specdec.exact.prefix import chain
-from specdec.exact.values import ObservationRequest, Proposal
+from specdec.exact.values import ObservationRequest, Proposal, SparseDistribution, one_hot
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service.ahead import AheadTask
@@ -203,39 +202,42 @@ async def test_a_round_that_nobody_knows_of_is_not_begun(
     assert counted() == (20 + is_begun, 20)
 
 
+def otherwise(draft: Proposal) -> dict[str, Proposal]:
+    """Return drafts that are not quite a chain of three equal tokens."""
+    token = draft.tokens[0]
+    other = token - 1 if token else 1
+    drawn = SparseDistribution((token, other), (0.5, 0.5))
+    return {
+        "nothing": Proposal(),
+        "fewer tokens": Proposal(draft.tokens[:2], draft.distributions[:2]),
+        "another token": Proposal((token, other, token), (one_hot(token), one_hot(other), one_hot(token))),
+        "a tree": Proposal(draft.tokens, draft.distributions, (0, 1, 1)),
+        "drawn tokens": Proposal(draft.tokens, (drawn, *draft.distributions[1:])),
+    }
+
+
 @in_module_loop
-@pytest.mark.parametrize("what", ["fewer draft tokens", "another draft token", "a tree", "nothing drafted"])
+@pytest.mark.parametrize("what", ["nothing", "fewer tokens", "another token", "a tree", "drawn tokens"])
 async def test_another_draft_is_scored_anew(
     channel: grpc.aio.Channel,
+    without: grpc.aio.Channel,
     names: Iterator[str],
-    reference: Reference,
     counted: Callable[[], tuple[float, float]],
     what: str,
 ) -> None:
-    """What the worker has of it in its cache is kept as far as it is the same."""
-    session = looking(channel, next(names), SamplingParams(seed=7), prompt=[5, 6, 7, 5, 6, 7, 5, 6], plain=False)
-    await session.run(1)
-    drafts = {
-        "fewer draft tokens": [1, 2],
-        "another draft token": [1, 2, 3],
-        "a tree": [1, 2, 3],
-        "nothing drafted": [],
-    }
-    draft = drafts[what]
-    message = score_request(
-        start=8,
-        tokens=session.text[8:],
-        draft_tokens=draft,
-        supports=packed_supports(*([token] for token in draft)),
-        parents=[0, 0, 2] if what == "a tree" else [],
-    )
-    answer = await session.stream.ask(message)
-    masses = np.frombuffer(answer.tail_mass, "<f4")
-    paths = {"a tree": [[], [1], [2], [2, 3]]}.get(what, [draft[:end] for end in range(len(draft) + 1)])
-    last = reference(session.text + draft)[len(session.text) - 1 :].softmax(-1)
-    assert masses[0] == pytest.approx(1 - sum(float(last[0][path[0]]) for path in paths if len(path) == 1), abs=1e-5)
-    assert len(masses) == len(paths)
-    assert counted()[1] == 0
+    """By then the text is a loop, and the round with what is looked up has been begun."""
+    answers = []
+    for worker in (channel, without):
+        session = looking(worker, next(names), LOOKED_UP["loop"])
+        await session.run(20)
+        draft = session.draft()
+        assert len(set(draft.tokens)) == 1
+        assert len(draft) == 3
+        await session.round(otherwise(draft)[what])
+        await session.stream.close()
+        answers.append(values(session.answers[-1]))
+    assert answers[0] == answers[1]
+    assert counted() == (21 - (what == "drawn tokens"), 19), "what follows drawn tokens is not known"
 
 
 @in_module_loop

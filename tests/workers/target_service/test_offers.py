@@ -1,6 +1,7 @@
 """What the target worker drafts itself: offered with an answer, scored ahead, and answered like any other draft."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,27 @@ async def test_offers_are_scored_as_any_other_draft(
         assert not again.offer
     assert again.text == offered.text
     assert list(map(values, again.answers)) == list(map(values, offered.answers))
+
+
+@in_module_loop
+async def test_the_tokens_of_an_offer_in_another_tree_are_scored_anew(
+    channel: grpc.aio.Channel,
+    without: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+) -> None:
+    offered = session(channel, next(names), SAMPLINGS["greedy"])
+    await offered.run(5)
+    while offered.offer.is_chain:
+        await offered.run(1)
+    num_hits = counted()[1]
+    chain = replace(offered.offer, parents=())
+    await offered.round(chain)
+    again = session(without, next(names), SAMPLINGS["greedy"])
+    for draft in offered.drafts:
+        await again.round(draft)
+    assert values(again.answers[-1]) == values(offered.answers[-1])
+    assert counted()[1] == num_hits
 
 
 @in_module_loop
