@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
+from specdec.serving.event_loop import goes_first
 from specdec.serving.process import CannotServe, run, run_until_told, supervised, where
 from specdec.serving.security.gate import Gate, gate_of
 from specdec.serving.security.running_calls import RunningCalls
@@ -114,6 +115,7 @@ async def _served(handler: Any, requests: AsyncIterator[bytes], context: Any) ->
     behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
     parse = handler.request_deserializer or bytes
     if handler.request_streaming:
+        goes_first(False)
         answer = behavior(_parsed_stream(requests, parse), context)
     else:
         answer = behavior(_parsed(await _only(requests), parse), context)
@@ -181,7 +183,9 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
             self.health_port = self._opened(self._probes, self._settings.health_port or 0, None)
             await self._probes.start()
+        goes_first(True)  # accepting calls; a handler may end that for itself
         await self.grpc.start()
+        goes_first(False)
 
     def _opened(self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None) -> int:
         address = f"{self._settings.host}:{port}"

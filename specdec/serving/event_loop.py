@@ -1,0 +1,92 @@
+"""The event loop of a service: new calls are heard while many sessions go on.
+
+asyncio runs everything that is ready before it listens again. When the target answers a batch, that is a hundred steps
+of sessions, some 10 to 40 ms, and grpc.aio needs several passes of the loop to accept one call. So a pass is short
+here, and what has to be quick goes before what is ready (`goes_first`): accepting a call, and admitting or refusing it.
+"""
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from typing import Any
+
+PASS_STEPS = 8  # in one pass; each takes some 0.1 ms
+FIRST_IN_A_ROW = 4  # then one of the others: a flood of new calls does not stop the sessions that were admitted
+MAX_SIGNALS = 4096  # a socket's buffer holds some hundred
+
+_GOES_FIRST = ContextVar("goes_first", default=False)
+
+
+def goes_first(first: bool) -> None:
+    """Let what this task does from here on, and the tasks that it starts, go before others; or let it wait its turn."""
+    _GOES_FIRST.set(first)
+
+
+class Steps:
+    """What is ready to run, as much of a deque as asyncio's loop uses. Those of one kind keep their order.
+
+    Its length is at most that of a pass: the loop asks for it to know how many it shall run before it listens again.
+    """
+
+    def __init__(self) -> None:
+        self._first = deque[Any]()
+        self._others = deque[Any]()
+        self._num_in_a_row = 0
+
+    def __len__(self) -> int:
+        return min(PASS_STEPS, len(self._first) + len(self._others))
+
+    def append(self, handle: Any) -> None:
+        """Add a step, by the context in which it will run."""
+        (self._first if handle._context.get(_GOES_FIRST) else self._others).append(handle)
+
+    def popleft(self) -> Any:
+        """Return the next one."""
+        if self._first and (self._num_in_a_row < FIRST_IN_A_ROW or not self._others):
+            self._num_in_a_row += 1
+            return self._first.popleft()
+        self._num_in_a_row = 0
+        return self._others.popleft()
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._first.clear()
+        self._others.clear()
+
+
+class ServiceLoop(asyncio.SelectorEventLoop):
+    """asyncio's own loop with short passes.
+
+    Its `_ready` is not public; it is the same from Python 3.11 to 3.14, and a test notices a change.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ready = Steps()
+
+    def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]  # wider
+        """Call back when a file can be read; for the socket of grpc.aio's signals, once for all that are there.
+
+        grpc.aio's thread writes a byte for each event; its callback reads one byte and handles all events. In a busy
+        loop some hundred bytes fill the socket, and that thread waits: then events come one in a pass. (asyncio itself
+        does not come here with its sockets; grpc.aio comes with the only one.)
+        """
+        if isinstance(fd, socket.socket):
+            context = copy_context()
+            context.run(goes_first, True)  # what waits for these events goes in its own turn
+            context.run(super().add_reader, fd, _once_for_all, fd, callback, *args)
+        else:
+            super().add_reader(fd, callback, *args)
+
+
+def _once_for_all(signals: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
+    """Leave one byte of those that are there, and call back."""
+    try:
+        num_more = len(signals.recv(MAX_SIGNALS, socket.MSG_PEEK | socket.MSG_DONTWAIT)) - 1
+        if num_more > 0:
+            signals.recv(num_more, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return  # another loop of this process was sooner
+    callback(*args)
