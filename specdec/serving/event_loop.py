@@ -2,7 +2,8 @@
 
 asyncio runs everything that is ready before it listens again. When the target answers a batch, that is a hundred steps
 of sessions, some 10 to 40 ms, and grpc.aio needs several passes of the loop to accept one call. So a pass is short
-here, and what has to be quick goes before what is ready (`goes_first`): accepting a call, and admitting or refusing it.
+here, and what has to be quick goes before what is ready (`Priority`): accepting a call, and admitting or refusing it.
+Large messages go last until they are admitted: one takes some milliseconds, and many are looked at at once.
 """
 
 import asyncio
@@ -10,50 +11,61 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
+from enum import IntEnum
 from typing import Any
 
 PASS_STEPS = 8  # in one pass; each takes some 0.1 ms
-FIRST_IN_A_ROW = 4  # then one of the others: a flood of new calls does not stop the sessions that were admitted
+IN_A_ROW = (4, 8)  # of one priority, then one of a lower one: no flood of some stops the others
 MAX_SIGNALS = 4096  # a socket's buffer holds some hundred
 
-_GOES_FIRST = ContextVar("goes_first", default=False)
+
+class Priority(IntEnum):
+    """Which steps go before which."""
+
+    FIRST = 0
+    IN_TURN = 1
+    LAST = 2  # long ones that nobody waits for in the middle of a text
 
 
-def goes_first(first: bool) -> None:
-    """Let what this task does from here on, and the tasks that it starts, go before others; or let it wait its turn."""
-    _GOES_FIRST.set(first)
+_PRIORITY = ContextVar("priority", default=Priority.IN_TURN)
+
+
+def set_priority(priority: Priority) -> None:
+    """Say when this task goes from its next step on, and the tasks that it starts."""
+    _PRIORITY.set(priority)
 
 
 class Steps:
-    """What is ready to run, as much of a deque as asyncio's loop uses. Those of one kind keep their order.
+    """What is ready to run, as much of a deque as asyncio's loop uses. Those of one priority keep their order.
 
     Its length is at most that of a pass: the loop asks for it to know how many it shall run before it listens again.
     """
 
     def __init__(self) -> None:
-        self._first = deque[Any]()
-        self._others = deque[Any]()
-        self._num_in_a_row = 0
+        self._queues = tuple(deque[Any]() for _ in Priority)
+        self._num_in_a_row = [0 for _ in IN_A_ROW]
 
     def __len__(self) -> int:
-        return min(PASS_STEPS, len(self._first) + len(self._others))
+        return min(PASS_STEPS, sum(map(len, self._queues)))
 
     def append(self, handle: Any) -> None:
         """Add a step, by the context in which it will run."""
-        (self._first if handle._context.get(_GOES_FIRST) else self._others).append(handle)
+        self._queues[handle._context.get(_PRIORITY, Priority.IN_TURN)].append(handle)
 
     def popleft(self) -> Any:
         """Return the next one."""
-        if self._first and (self._num_in_a_row < FIRST_IN_A_ROW or not self._others):
-            self._num_in_a_row += 1
-            return self._first.popleft()
-        self._num_in_a_row = 0
-        return self._others.popleft()
+        for priority, most in enumerate(IN_A_ROW):
+            queue = self._queues[priority]
+            if queue and (self._num_in_a_row[priority] < most or not any(self._queues[priority + 1 :])):
+                self._num_in_a_row[priority] += 1
+                return queue.popleft()
+            self._num_in_a_row[priority] = 0
+        return self._queues[-1].popleft()
 
     def clear(self) -> None:
         """Forget them."""
-        self._first.clear()
-        self._others.clear()
+        for queue in self._queues:
+            queue.clear()
 
 
 class ServiceLoop(asyncio.SelectorEventLoop):
@@ -75,7 +87,7 @@ class ServiceLoop(asyncio.SelectorEventLoop):
         """
         if isinstance(fd, socket.socket):
             context = copy_context()
-            context.run(goes_first, True)  # what waits for these events goes in its own turn
+            context.run(set_priority, Priority.FIRST)  # what waits for these events goes in its own turn
             context.run(super().add_reader, fd, _once_for_all, fd, callback, *args)
         else:
             super().add_reader(fd, callback, *args)

@@ -19,7 +19,7 @@ from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled
 
 T = TypeVar("T")
 
-GARBAGE_THRESHOLDS = (2000, 10, 50)  # new objects, collections of the youngest ones, of the middle ones
+GARBAGE_THRESHOLDS = (700, 10, 50)  # new objects, collections of the youngest ones, of the middle ones
 
 
 class CannotServe(Exception):

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
-from specdec.serving.event_loop import goes_first
+from specdec.serving.event_loop import Priority, set_priority
 from specdec.serving.process import CannotServe, run, run_until_told, supervised, where
 from specdec.serving.security.gate import Gate, gate_of
 from specdec.serving.security.running_calls import RunningCalls
@@ -29,6 +29,7 @@ from specdec.serving.writing import Writer
 
 STATUS_SERVICE = "specdec.v1.StatusService"
 MAX_METADATA_BYTES = 16 << 10
+QUICK_BYTES = 16 << 10  # of a message that is looked at before running sessions go on
 WINDOW_BYTES = 256 << 10  # of a message that may be under way: over 100 ms of network, 2.5 MB a second
 
 _SERVER_OPTIONS = (
@@ -115,7 +116,7 @@ async def _served(handler: Any, requests: AsyncIterator[bytes], context: Any) ->
     behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
     parse = handler.request_deserializer or bytes
     if handler.request_streaming:
-        goes_first(False)
+        set_priority(Priority.IN_TURN)
         answer = behavior(_parsed_stream(requests, parse), context)
     else:
         answer = behavior(_parsed(await _only(requests), parse), context)
@@ -146,6 +147,9 @@ async def _parsed_stream(requests: AsyncIterator[bytes], parse: Callable[[bytes]
 async def _only(requests: AsyncIterator[bytes]) -> bytes:
     """Return the message of a call that has one. Raises InvalidArgumentError."""
     async for request in requests:
+        if len(request) > QUICK_BYTES:
+            set_priority(Priority.LAST)
+            await asyncio.sleep(0)
         return request
     raise InvalidArgumentError({"request": "is missing: the call ended without its message"})
 
@@ -183,9 +187,9 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
             self.health_port = self._opened(self._probes, self._settings.health_port or 0, None)
             await self._probes.start()
-        goes_first(True)  # accepting calls; a handler may end that for itself
+        set_priority(Priority.FIRST)  # accepting calls; a handler may end that for itself
         await self.grpc.start()
-        goes_first(False)
+        set_priority(Priority.IN_TURN)
 
     def _opened(self, server: grpc.aio.Server, port: int, credentials: grpc.ServerCredentials | None) -> int:
         address = f"{self._settings.host}:{port}"

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.serving.event_loop import FIRST_IN_A_ROW, PASS_STEPS, ServiceLoop, goes_first
+from specdec.serving.event_loop import IN_A_ROW, PASS_STEPS, Priority, ServiceLoop, set_priority
 
 NUM_STEPS = 100
 NUM_BUSY, BUSY_S = 100, 0.0003
@@ -59,10 +59,10 @@ def test_what_goes_first_keeps_its_order_and_goes_before_what_is_ready() -> None
         loop, ran, everything = asyncio.get_running_loop(), list[str](), asyncio.Event()
         for step in range(NUM_STEPS):
             loop.call_soon(ran.append, f"other {step}")
-        goes_first(True)
+        set_priority(Priority.FIRST)
         for step in range(3):
             loop.call_soon(ran.append, f"first {step}")
-        goes_first(False)
+        set_priority(Priority.IN_TURN)
         loop.call_soon(everything.set)
         await everything.wait()
         return ran
@@ -70,6 +70,25 @@ def test_what_goes_first_keeps_its_order_and_goes_before_what_is_ready() -> None
     ran = on_service_loop(work)
     assert ran[:3] == ["first 0", "first 1", "first 2"]
     assert ran[3:] == [f"other {step}" for step in range(NUM_STEPS)]
+
+
+def test_what_goes_last_waits_for_the_others_and_yet_gets_its_share() -> None:
+    async def work() -> list[str]:
+        loop, ran, everything = asyncio.get_running_loop(), list[str](), asyncio.Event()
+        set_priority(Priority.LAST)
+        for step in range(2):
+            loop.call_soon(ran.append, f"last {step}")
+        loop.call_soon(everything.set)
+        set_priority(Priority.IN_TURN)
+        for step in range(2 * IN_A_ROW[Priority.IN_TURN]):
+            loop.call_soon(ran.append, f"other {step}")
+        await everything.wait()
+        return ran
+
+    ran, share = on_service_loop(work), IN_A_ROW[Priority.IN_TURN]
+    first, second = (place for place, name in enumerate(ran) if name.startswith("last"))
+    assert first in {share - 1, share}  # this test's own step is one of those in their turn
+    assert second - first == share + 1
 
 
 def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
@@ -91,15 +110,15 @@ def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
                 loop.call_soon(other)
 
         loop.call_soon(other)
-        goes_first(True)
-        for _ in range(2 * FIRST_IN_A_ROW):
+        set_priority(Priority.FIRST)
+        for _ in range(2 * IN_A_ROW[Priority.FIRST]):
             loop.call_soon(again)
-        goes_first(False)
+        set_priority(Priority.IN_TURN)
         await asyncio.wait_for(done.wait(), 10.0)
         return num_first, num_others
 
     num_first, num_others = on_service_loop(work)
-    assert num_first == pytest.approx(FIRST_IN_A_ROW * num_others, rel=0.1)
+    assert num_first == pytest.approx(IN_A_ROW[Priority.FIRST] * num_others, rel=0.1)
 
 
 def test_a_task_that_goes_first_hands_that_to_the_tasks_that_it_starts_until_it_waits_its_turn() -> None:
@@ -110,9 +129,9 @@ def test_a_task_that_goes_first_hands_that_to_the_tasks_that_it_starts_until_it_
             ran.append(name)
 
         async def urgent() -> None:
-            goes_first(True)
+            set_priority(Priority.FIRST)
             first = asyncio.create_task(note("first"))
-            goes_first(False)
+            set_priority(Priority.IN_TURN)
             await asyncio.gather(first, asyncio.create_task(note("in its turn")))
 
         tasks = [asyncio.create_task(urgent()), *(asyncio.create_task(note(f"other {n}")) for n in range(9))]
@@ -170,9 +189,9 @@ async def _refused_beside_work() -> float:
     handler: Any = grpc.unary_unary_rpc_method_handler(_refuse)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", {"Method": handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
-    goes_first(True)
+    set_priority(Priority.FIRST)
     await server.start()
-    goes_first(False)
+    set_priority(Priority.IN_TURN)
 
     async def session() -> None:
         while True:
