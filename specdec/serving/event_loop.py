@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 PASS_STEPS = 8  # in one pass; each takes some 0.1 ms
-IN_A_ROW = (4, 8)  # of one priority, then one of a lower one: no flood of some stops the others
+IN_A_ROW = (8, 8)  # of one priority, then one of a lower one: no flood of some stops the others
 MAX_SIGNALS = 4096  # a socket's buffer holds some hundred
 
 
@@ -55,9 +55,11 @@ class Steps:
     def popleft(self) -> Any:
         """Return the next one."""
         for priority, most in enumerate(IN_A_ROW):
-            queue = self._queues[priority]
-            if queue and (self._num_in_a_row[priority] < most or not any(self._queues[priority + 1 :])):
-                self._num_in_a_row[priority] += 1
+            queue, others_wait = self._queues[priority], any(self._queues[priority + 1 :])
+            if queue and (self._num_in_a_row[priority] < most or not others_wait):
+                # only those count that others wait for: grpc.aio needs to hear that a call has ended before its handler
+                # goes on, so what goes first may be passed over in a flood, and not otherwise
+                self._num_in_a_row[priority] = self._num_in_a_row[priority] + 1 if others_wait else 0
                 return queue.popleft()
             self._num_in_a_row[priority] = 0
         return self._queues[-1].popleft()

@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextvars import copy_context
 from typing import Any
 
 import grpc
@@ -89,6 +90,29 @@ def test_what_goes_last_waits_for_the_others_and_yet_gets_its_share() -> None:
     first, second = (place for place, name in enumerate(ran) if name.startswith("last"))
     assert first in {share - 1, share}  # this test's own step is one of those in their turn
     assert second - first == share + 1
+
+
+def test_what_goes_first_is_not_passed_over_for_what_it_did_while_nobody_waited() -> None:
+    async def work() -> list[str]:
+        loop, ran, everything = asyncio.get_running_loop(), list[str](), asyncio.Event()
+
+        def alone(left: int) -> None:
+            if left:
+                loop.call_soon(alone, left - 1)
+                return
+            loop.call_soon(ran.append, "first", context=first)
+            loop.call_soon(ran.append, "in its turn", context=in_turn)
+            loop.call_soon(everything.set, context=in_turn)
+
+        in_turn = copy_context()
+        set_priority(Priority.FIRST)
+        first = copy_context()
+        loop.call_soon(alone, 2 * IN_A_ROW[Priority.FIRST])
+        set_priority(Priority.IN_TURN)
+        await everything.wait()
+        return ran
+
+    assert on_service_loop(work) == ["first", "in its turn"]
 
 
 def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
