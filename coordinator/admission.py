@@ -19,6 +19,7 @@ from coordinator.loads import TargetLoad
 from coordinator.quotas import Quotas, TokenBudgets
 from specdec.errors import OverloadedError
 from specdec.outside import REAL, Outside
+from specdec.serving.event_loop import Priority, set_priority
 
 SMOOTHING = 0.05  # weight of the latest measurement
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
@@ -103,8 +104,10 @@ class Admission:
     def enter(self, tenant: str, num_tokens: int, left_s: float | None, num_prompt_tokens: int = 0) -> Ticket:
         """Count a session, of at most so many tokens, whose caller waits for `left_s` seconds; see `leave`.
 
-        `num_prompt_tokens` are those of a prompt that is new here.
+        `num_prompt_tokens` are those of a prompt that is new here. From here on the caller's task goes in its turn, as
+        one of many sessions.
         """
+        set_priority(Priority.IN_TURN)
         now_s = self.outside.now_s()
         ticket = Ticket(tenant, math.inf if left_s is None else now_s + left_s, num_tokens, began_s=now_s)
         self._tickets[id(ticket)] = ticket

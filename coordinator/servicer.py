@@ -18,7 +18,6 @@ from coordinator.session_record import Status
 from specdec import messages
 from specdec.errors import InvalidArgumentError, OverloadedError, SpecdecError
 from specdec.outside import REAL, Outside
-from specdec.serving.event_loop import Priority, set_priority
 from specdec.serving.security.caller import current_tenant
 from specdec.serving.telemetry import get_logger
 from specdec.serving.tracing import spans
@@ -97,7 +96,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _stream(
         self, session: SessionName, position: Position, send: Send, record: "_Request", ticket: Ticket
     ) -> None:
-        set_priority(Priority.IN_TURN)  # from here on it is one of many sessions
         admission, is_complete = self._coordinator.admission, False
         following = self._coordinator.follow(
             session.stored, position.offset, position.digest, position.handed, position.incarnation

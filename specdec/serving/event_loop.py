@@ -3,7 +3,7 @@
 asyncio runs everything that is ready before it listens again. When the target answers a batch, that is a hundred steps
 of sessions, some 10 to 40 ms, and grpc.aio needs several passes of the loop to accept one call. So a pass is short
 here, and what has to be quick goes before what is ready (`Priority`): accepting a call, and admitting or refusing it.
-Large messages go last until they are admitted: one takes some milliseconds, and many are looked at at once.
+To look at a large message takes some milliseconds, so that goes last (`after_others`).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Priority(IntEnum):
 
     FIRST = 0
     IN_TURN = 1
-    LAST = 2  # long ones that nobody waits for in the middle of a text
+    LAST = 2
 
 
 _PRIORITY = ContextVar("priority", default=Priority.IN_TURN)
@@ -35,6 +35,16 @@ def set_priority(priority: Priority) -> None:
     _PRIORITY.set(priority)
 
 
+async def after_others() -> None:
+    """Wait until what is ready has run, for a long step; after that step this task goes in its turn.
+
+    A task stays at the end for one step alone: others could come to wait for what it starts, a message to the store.
+    """
+    set_priority(Priority.LAST)
+    await asyncio.sleep(0)
+    set_priority(Priority.IN_TURN)
+
+
 class Steps:
     """What is ready to run, as much of a deque as asyncio's loop uses. Those of one priority keep their order.
 
@@ -43,24 +53,28 @@ class Steps:
 
     def __init__(self) -> None:
         self._queues = tuple(deque[Any]() for _ in Priority)
-        self._num_in_a_row = [0 for _ in IN_A_ROW]
+        self._num_in_a_row = [0 for _ in IN_A_ROW]  # while others waited
 
     def __len__(self) -> int:
-        return min(PASS_STEPS, sum(map(len, self._queues)))
+        first, in_turn, last = self._queues
+        return min(PASS_STEPS, len(first) + len(in_turn) + len(last))
 
     def append(self, handle: Any) -> None:
         """Add a step, by the context in which it will run."""
         self._queues[handle._context.get(_PRIORITY, Priority.IN_TURN)].append(handle)
 
     def popleft(self) -> Any:
-        """Return the next one."""
+        """Return the next one.
+
+        grpc.aio needs to hear that a call has ended before its handler goes on: what goes first is passed over in a
+        flood alone, so only those steps count that others have waited for.
+        """
         for priority, most in enumerate(IN_A_ROW):
-            queue, others_wait = self._queues[priority], any(self._queues[priority + 1 :])
-            if queue and (self._num_in_a_row[priority] < most or not others_wait):
-                # only those count that others wait for: grpc.aio needs to hear that a call has ended before its handler
-                # goes on, so what goes first may be passed over in a flood, and not otherwise
-                self._num_in_a_row[priority] = self._num_in_a_row[priority] + 1 if others_wait else 0
-                return queue.popleft()
+            if queue := self._queues[priority]:
+                others_wait = any(self._queues[priority + 1 :])
+                if not others_wait or self._num_in_a_row[priority] < most:
+                    self._num_in_a_row[priority] += others_wait
+                    return queue.popleft()
             self._num_in_a_row[priority] = 0
         return self._queues[-1].popleft()
 
@@ -73,7 +87,7 @@ class Steps:
 class ServiceLoop(asyncio.SelectorEventLoop):
     """asyncio's own loop with short passes.
 
-    Its `_ready` is not public; it is the same from Python 3.11 to 3.14, and a test notices a change.
+    Its `_ready` is not public. It is the same in Python 3.11, 3.12 and 3.13, and a test notices a change.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
-from specdec.serving.event_loop import Priority, set_priority
+from specdec.serving.event_loop import Priority, after_others, set_priority
 from specdec.serving.process import CannotServe, run, run_until_told, supervised, where
 from specdec.serving.security.gate import Gate, gate_of
 from specdec.serving.security.running_calls import RunningCalls
@@ -115,8 +115,9 @@ async def _served(handler: Any, requests: AsyncIterator[bytes], context: Any) ->
     """
     behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
     parse = handler.request_deserializer or bytes
+    if handler.request_streaming or not handler.response_streaming:
+        set_priority(Priority.IN_TURN)  # the others, which may be refused for want of room, once they are admitted
     if handler.request_streaming:
-        set_priority(Priority.IN_TURN)
         answer = behavior(_parsed_stream(requests, parse), context)
     else:
         answer = behavior(_parsed(await _only(requests), parse), context)
@@ -148,8 +149,7 @@ async def _only(requests: AsyncIterator[bytes]) -> bytes:
     """Return the message of a call that has one. Raises InvalidArgumentError."""
     async for request in requests:
         if len(request) > QUICK_BYTES:
-            set_priority(Priority.LAST)
-            await asyncio.sleep(0)
+            await after_others()
         return request
     raise InvalidArgumentError({"request": "is missing: the call ended without its message"})
 
@@ -187,7 +187,7 @@ class Server:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
             self.health_port = self._opened(self._probes, self._settings.health_port or 0, None)
             await self._probes.start()
-        set_priority(Priority.FIRST)  # accepting calls; a handler may end that for itself
+        set_priority(Priority.FIRST)  # what accepts calls, and their handlers until they end it
         await self.grpc.start()
         set_priority(Priority.IN_TURN)
 

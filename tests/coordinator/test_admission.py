@@ -3,6 +3,7 @@
 import asyncio
 import random
 from contextlib import aclosing, suppress
+from contextvars import copy_context
 
 import pytest
 
@@ -22,6 +23,7 @@ from coordinator.session_ids import SessionName
 from coordinator.sessions import open_store
 from specdec.errors import NotFoundError, OverloadedError
 from specdec.outside import Outside
+from specdec.serving.event_loop import Priority, set_priority
 from specdec.v1 import generation_pb2, types_pb2
 from tests.support.toy_coordinator import PROMPT, ToyCoordinator
 
@@ -314,3 +316,15 @@ def test_many_requests_leave_the_goodput_what_it_was() -> None:
     assert min(goodput[2], goodput[5]) >= 0.9 * peak
     assert goodput[10] + 10 * capacity * goodput[10] * OpenLoop.REFUSAL_S >= 0.9 * peak
     assert all(load.num_late <= 0.02 * load.num_in_time for load in loads.values())
+
+
+def test_a_session_that_is_admitted_goes_in_its_turn() -> None:
+    world = World()
+
+    def enter() -> None:
+        set_priority(Priority.FIRST)
+        world.enter()
+
+    context = copy_context()
+    context.run(enter)
+    assert [value for variable, value in context.items() if variable.name == "priority"] == [Priority.IN_TURN]

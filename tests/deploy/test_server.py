@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import copy_context
 from typing import Any
 
 import grpc
@@ -19,8 +20,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.channel import open_channel
 from specdec.errors import InvalidArgumentError
+from specdec.serving.event_loop import Priority, ServiceLoop
 from specdec.serving.process import CannotServe, supervised
-from specdec.serving.server import Server, run_service, serving
+from specdec.serving.server import QUICK_BYTES, Server, run_process, run_service, serving
 from specdec.v1 import target_pb2, target_pb2_grpc
 from target_service.settings import TargetSettings
 
@@ -233,3 +235,50 @@ def test_a_process_lets_others_go_first_as_far_as_it_was_told() -> None:
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     before = os.getpriority(os.PRIO_PROCESS, 0)
     assert said.strip() == str([before, max(before, 3), max(before, 3)])
+
+
+LARGE, SMALL = b"x" * (QUICK_BYTES + 1), b"x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_bytes", "expected"),
+    [
+        ("unary_stream", SMALL, Priority.FIRST),  # it may be refused, until it is admitted
+        ("unary_stream", LARGE, Priority.IN_TURN),
+        ("unary_unary", SMALL, Priority.IN_TURN),
+        ("stream_stream", SMALL, Priority.IN_TURN),
+    ],
+)
+async def test_what_goes_before_running_sessions(kind: str, request_bytes: bytes, expected: Priority) -> None:
+    seen = list[Any]()
+
+    async def handle(request: Any, context: Any) -> bytes | None:
+        seen.extend(value for variable, value in copy_context().items() if variable.name == "priority")
+        return b"" if kind == "unary_unary" else None
+
+    handler: Any = getattr(grpc, f"{kind}_rpc_method_handler")(handle)
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", {"Call": handler}),))
+        yield
+
+    async with serving(SETTINGS, SERVICE, build) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
+        request: Any = iter([request_bytes]) if kind == "stream_stream" else request_bytes
+        call = getattr(channel, kind)("/a.Service/Call")(request)
+        assert await call.code() is grpc.StatusCode.OK
+    assert seen == [expected]
+
+
+def test_a_service_runs_on_the_loop_that_listens_often() -> None:
+    loops = list[object]()
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        loops.append(asyncio.get_running_loop())
+        server.fail("enough")
+        yield
+
+    with pytest.raises(SystemExit, match="enough"):
+        run_process(SETTINGS, "target_service", "target", SERVICE, build)
+    assert [type(loop) for loop in loops] == [ServiceLoop]

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.serving.event_loop import IN_A_ROW, PASS_STEPS, Priority, ServiceLoop, set_priority
+from specdec.serving.event_loop import IN_A_ROW, PASS_STEPS, Priority, ServiceLoop, after_others, set_priority
 
 NUM_STEPS = 100
 NUM_BUSY, BUSY_S = 100, 0.0003
@@ -113,6 +113,29 @@ def test_what_goes_first_is_not_passed_over_for_what_it_did_while_nobody_waited(
         return ran
 
     assert on_service_loop(work) == ["first", "in its turn"]
+
+
+def test_a_long_step_waits_for_what_is_ready_and_what_it_starts_goes_in_its_turn() -> None:
+    async def work() -> list[str]:
+        loop, ran = asyncio.get_running_loop(), list[str]()
+
+        async def long() -> None:
+            set_priority(Priority.FIRST)
+            await after_others()
+            ran.append("long")
+            loop.call_soon(ran.append, "of the long one")
+
+        task = asyncio.create_task(long())
+        await asyncio.sleep(0)  # it waits for the others
+        for step in range(3):
+            loop.call_soon(ran.append, f"other {step}")
+        await task
+        loop.call_soon(ran.append, "other 3")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return ran
+
+    assert on_service_loop(work) == ["other 0", "other 1", "other 2", "long", "of the long one", "other 3"]
 
 
 def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
