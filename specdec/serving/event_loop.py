@@ -3,7 +3,6 @@
 asyncio runs everything that is ready before it listens again. When the target answers a batch, that is a hundred steps
 of sessions, some 10 to 40 ms, and grpc.aio needs several passes of the loop to accept one call. So a pass is short
 here, and what has to be quick goes before what is ready (`Priority`): accepting a call, and admitting or refusing it.
-To look at a large message takes some milliseconds, so that goes last (`after_others`).
 """
 
 import asyncio
@@ -11,20 +10,19 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
-from enum import IntEnum
+from enum import Enum, auto
 from typing import Any
 
 PASS_STEPS = 8  # in one pass; each takes some 0.1 ms
-IN_A_ROW = (8, 8)  # of one priority, then one of a lower one: no flood of some stops the others
+FIRST_IN_A_ROW = 8  # then one of the others: no flood of calls stops them
 MAX_SIGNALS = 4096  # a socket's buffer holds some hundred
 
 
-class Priority(IntEnum):
+class Priority(Enum):
     """Which steps go before which."""
 
-    FIRST = 0
-    IN_TURN = 1
-    LAST = 2
+    FIRST = auto()
+    IN_TURN = auto()
 
 
 _PRIORITY = ContextVar("priority", default=Priority.IN_TURN)
@@ -35,16 +33,6 @@ def set_priority(priority: Priority) -> None:
     _PRIORITY.set(priority)
 
 
-async def after_others() -> None:
-    """Wait until what is ready has run, for a long step; after that step this task goes in its turn.
-
-    A task stays at the end for one step alone: others could come to wait for what it starts, a message to the store.
-    """
-    set_priority(Priority.LAST)
-    await asyncio.sleep(0)
-    set_priority(Priority.IN_TURN)
-
-
 class Steps:
     """What is ready to run, as much of a deque as asyncio's loop uses. Those of one priority keep their order.
 
@@ -52,16 +40,17 @@ class Steps:
     """
 
     def __init__(self) -> None:
-        self._queues = tuple(deque[Any]() for _ in Priority)
-        self._num_in_a_row = [0 for _ in IN_A_ROW]  # while others waited
+        self._first = deque[Any]()
+        self._in_turn = deque[Any]()
+        self._num_in_a_row = 0  # of the first, while others waited
 
     def __len__(self) -> int:
-        first, in_turn, last = self._queues
-        return min(PASS_STEPS, len(first) + len(in_turn) + len(last))
+        return min(PASS_STEPS, len(self._first) + len(self._in_turn))
 
     def append(self, handle: Any) -> None:
         """Add a step, by the context in which it will run."""
-        self._queues[handle._context.get(_PRIORITY, Priority.IN_TURN)].append(handle)
+        is_first = handle._context.get(_PRIORITY) is Priority.FIRST
+        (self._first if is_first else self._in_turn).append(handle)
 
     def popleft(self) -> Any:
         """Return the next one.
@@ -69,19 +58,18 @@ class Steps:
         grpc.aio needs to hear that a call has ended before its handler goes on: what goes first is passed over in a
         flood alone, so only those steps count that others have waited for.
         """
-        for priority, most in enumerate(IN_A_ROW):
-            if queue := self._queues[priority]:
-                others_wait = any(self._queues[priority + 1 :])
-                if not others_wait or self._num_in_a_row[priority] < most:
-                    self._num_in_a_row[priority] += others_wait
-                    return queue.popleft()
-            self._num_in_a_row[priority] = 0
-        return self._queues[-1].popleft()
+        if self._first and not self._in_turn:
+            return self._first.popleft()
+        if self._first and self._num_in_a_row < FIRST_IN_A_ROW:
+            self._num_in_a_row += 1
+            return self._first.popleft()
+        self._num_in_a_row = 0
+        return self._in_turn.popleft()
 
     def clear(self) -> None:
         """Forget them."""
-        for queue in self._queues:
-            queue.clear()
+        self._first.clear()
+        self._in_turn.clear()
 
 
 class ServiceLoop(asyncio.SelectorEventLoop):

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
-from specdec.serving.event_loop import Priority, after_others, set_priority
+from specdec.serving.event_loop import Priority, set_priority
 from specdec.serving.process import CannotServe, run, run_until_told, supervised, where
 from specdec.serving.security.gate import Gate, gate_of
 from specdec.serving.security.running_calls import RunningCalls
@@ -29,7 +29,8 @@ from specdec.serving.writing import Writer
 
 STATUS_SERVICE = "specdec.v1.StatusService"
 MAX_METADATA_BYTES = 16 << 10
-QUICK_BYTES = 16 << 10  # of a message that is looked at before running sessions go on
+QUICK_BYTES = 16 << 10  # of a message that is looked at before running sessions go on; larger ones wait in a line
+LARGE_BYTES_A_SECOND = 50e6  # of larger ones: a fifth of the event loop's time
 WINDOW_BYTES = 256 << 10  # of a message that may be under way: over 100 ms of network, 2.5 MB a second
 
 _SERVER_OPTIONS = (
@@ -62,6 +63,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self.ready = False
         self.calls = RunningCalls()
         self._gate = gate
+        self._large_messages = asyncio.Lock()
 
     async def intercept_service(
         self,
@@ -73,62 +75,77 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if is_standard and self._gate.is_open:
             return await continuation(handler_call_details)
         if not self.ready and not is_standard:
-            return _wrapped(grpc.unary_unary_rpc_method_handler(_refuse), self._gate, self.calls)
+            return self._wrapped(grpc.unary_unary_rpc_method_handler(_refuse))
         handler = await continuation(handler_call_details)
-        return handler and _wrapped(handler, self._gate, self.calls)
+        return handler and self._wrapped(handler)
+
+    def _wrapped(self, handler: Any) -> Any:
+        """Return a handler that lets a call in, and parses it then.
+
+        It takes a stream of messages also where there is one: for a call that ends without its message grpc would
+        neither call a handler nor end the call.
+        """
+
+        async def call(requests: Any, context: Any) -> None:
+            try:
+                async with self.calls.during(await self._gate.admit(context)):
+                    await self._served(handler, requests, context)
+                    return
+            except SpecdecError as error:
+                failure = error
+            except Exception as error:
+                # the type alone: a message could quote a prompt
+                get_logger().error("call_failed", error=type(error).__name__, where=where(error))
+                failure = InternalError()
+            status = to_status(failure)
+            del failure  # its traceback has this frame, and all others of the call: a message of megabytes
+            # `abort` would raise, and grpc keep that traceback until a garbage collection
+            context.set_code(status.code)
+            context.set_details(status.details)
+            context.set_trailing_metadata(status.trailing_metadata)
+
+        return grpc.stream_stream_rpc_method_handler(call, bytes, handler.response_serializer)
+
+    async def _served(self, handler: Any, requests: AsyncIterator[bytes], context: Any) -> None:
+        """Call a handler; write the answer of one that does not write itself, or all of one that yields (reflection).
+
+        It keeps no message: one may have megabytes, and the call may take minutes.
+        """
+        behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
+        parse = handler.request_deserializer or bytes
+        if handler.request_streaming or not handler.response_streaming:
+            set_priority(Priority.IN_TURN)  # the others, which may be refused for want of room, once they are admitted
+        if handler.request_streaming:
+            answer = behavior(_parsed_stream(requests, parse), context)
+        else:
+            answer = behavior(_parsed(await self._only(context), parse), context)
+        writer = Writer(context)
+        if hasattr(answer, "__aiter__"):
+            async for message in answer:
+                await writer.write(message)
+        elif handler.response_streaming:
+            await answer
+        else:
+            await writer.write(await answer)
+
+    async def _only(self, context: Any) -> bytes:
+        """Return the message of a call that has one. Raises InvalidArgumentError.
+
+        To look at a large one takes milliseconds. They come one after the other, with pauses: a crowd that sends
+        nothing else leaves running sessions most of the time.
+        """
+        request = await context.read()  # the iterator over requests would keep it as long as the call lasts
+        if request is grpc.aio.EOF:
+            raise InvalidArgumentError({"request": "is missing: the call ended without its message"})
+        if len(request) > QUICK_BYTES:
+            set_priority(Priority.IN_TURN)
+            async with self._large_messages:
+                await asyncio.sleep(len(request) / LARGE_BYTES_A_SECOND)
+        return bytes(request)  # the same object
 
 
 async def _refuse(request: bytes, context: Any) -> None:
     raise UnavailableError("the server is loading or shutting down; try again soon")
-
-
-def _wrapped(handler: Any, gate: Gate, calls: RunningCalls) -> Any:
-    """Return a handler that lets a call in, and parses it then.
-
-    It takes a stream of messages also where there is one: for a call that ends without its message grpc would neither
-    call a handler nor end the call.
-    """
-
-    async def call(requests: Any, context: Any) -> None:
-        try:
-            async with calls.during(await gate.admit(context)):
-                await _served(handler, requests, context)
-                return
-        except SpecdecError as error:
-            failure = error
-        except Exception as error:
-            # the type alone: a message could quote a prompt
-            get_logger().error("call_failed", error=type(error).__name__, where=where(error))
-            failure = InternalError()
-        status = to_status(failure)
-        # grpc keeps the traceback of the abort, and with it all that this frame holds, until a garbage collection
-        del failure, requests
-        await context.abort_with_status(status)
-
-    return grpc.stream_stream_rpc_method_handler(call, bytes, handler.response_serializer)
-
-
-async def _served(handler: Any, requests: AsyncIterator[bytes], context: Any) -> None:
-    """Call a handler; write the answer of one that does not write itself, or all of one that yields (reflection).
-
-    It keeps no message: one may have megabytes, and the call may take minutes.
-    """
-    behavior = handler.stream_stream or handler.unary_stream or handler.unary_unary
-    parse = handler.request_deserializer or bytes
-    if handler.request_streaming or not handler.response_streaming:
-        set_priority(Priority.IN_TURN)  # the others, which may be refused for want of room, once they are admitted
-    if handler.request_streaming:
-        answer = behavior(_parsed_stream(requests, parse), context)
-    else:
-        answer = behavior(_parsed(await _only(requests), parse), context)
-    writer = Writer(context)
-    if hasattr(answer, "__aiter__"):
-        async for message in answer:
-            await writer.write(message)
-    elif handler.response_streaming:
-        await answer
-    else:
-        await writer.write(await answer)
 
 
 def _parsed(request: bytes, parse: Callable[[bytes], Any]) -> Any:
@@ -143,15 +160,6 @@ def _parsed(request: bytes, parse: Callable[[bytes], Any]) -> Any:
 async def _parsed_stream(requests: AsyncIterator[bytes], parse: Callable[[bytes], Any]) -> AsyncIterator[Any]:
     async for request in requests:
         yield _parsed(request, parse)
-
-
-async def _only(requests: AsyncIterator[bytes]) -> bytes:
-    """Return the message of a call that has one. Raises InvalidArgumentError."""
-    async for request in requests:
-        if len(request) > QUICK_BYTES:
-            await after_others()
-        return request
-    raise InvalidArgumentError({"request": "is missing: the call ended without its message"})
 
 
 class Server:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import copy_context
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -268,6 +269,33 @@ async def test_what_goes_before_running_sessions(kind: str, request_bytes: bytes
         call = getattr(channel, kind)("/a.Service/Call")(request)
         assert await call.code() is grpc.StatusCode.OK
     assert seen == [expected]
+
+
+async def test_large_messages_wait_in_a_line_and_small_ones_pass_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.serving.server.LARGE_BYTES_A_SECOND", len(LARGE) / 0.2)
+    came_s = list[tuple[bool, float]]()
+
+    async def handle(request: bytes, context: Any) -> None:
+        came_s.append((request == LARGE, asyncio.get_running_loop().time()))
+
+    handler: Any = grpc.unary_stream_rpc_method_handler(handle)
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.Service", {"Call": handler}),))
+        yield
+
+    async with serving(SETTINGS, SERVICE, build) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
+        call: Any = channel.unary_stream("/a.Service/Call")
+        leaves = call(LARGE)
+        calls = [call(LARGE) for _ in range(3)]
+        await asyncio.sleep(0.1)  # they have arrived
+        leaves.cancel()
+        calls += [call(SMALL) for _ in range(3)]
+        assert {await each.code() for each in calls} == {grpc.StatusCode.OK}
+    assert [is_large for is_large, _ in came_s] == [False] * 3 + [True] * 3  # one that left takes nobody's turn
+    large_s = [at_s for is_large, at_s in came_s if is_large]
+    assert all(later - sooner > 0.15 for sooner, later in pairwise(large_s))
 
 
 def test_a_service_runs_on_the_loop_that_listens_often() -> None:

@@ -1,61 +1,35 @@
 """A crowd of clients that send the largest requests that are taken, and larger ones; what others notice of it."""
 
 import asyncio
-import random
+import json
 import statistics
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from asyncio.subprocess import PIPE
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
-import grpc
-
-from specdec.channel import MAX_REQUEST_BYTES, PATIENT_PINGS, REQUEST_BYTES, open_channel
-from specdec.v1 import generation_pb2, generation_pb2_grpc
+from tests.fuzz.crowd_clients import NUM_CLIENTS
 from tests.fuzz.neighbour import neighbouring
 from tests.fuzz.report import Report
 from tests.fuzz.services import Services
 
-NUM_CLIENTS = 24
-NEIGHBOUR_PAUSE_S = 0.02  # its waits are compared: many of them
+PAUSE_S = 0.02  # its waits are compared: many of them
 NUM_CALM = 20  # sessions of the neighbour before the crowd comes
 MAX_LATER_S = 0.05  # that the neighbour's 99th percentile may be
 MAX_GROWTH_BYTES = 100 << 20
-SLACK_BYTES = 1 << 10  # of a request, for what is not the prompt
 METRONOME_S = 0.005
-REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)  # too long, or too many at once
-
-
-def _text() -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(text="t1 " * ((REQUEST_BYTES - SLACK_BYTES) // 3))
-
-
-def _too_large() -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(text="t1 " * ((MAX_REQUEST_BYTES - SLACK_BYTES) // 3))
-
-
-def _one_word() -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(text="x" * (REQUEST_BYTES - SLACK_BYTES))
-
-
-def _tokens() -> generation_pb2.GenerateRequest:
-    ids = [300] * ((REQUEST_BYTES - SLACK_BYTES) // 2)
-    return generation_pb2.GenerateRequest(tokens=generation_pb2.TokenSequence(ids=ids))
-
-
-def _chat() -> generation_pb2.GenerateRequest:
-    content = "t1 " * ((REQUEST_BYTES - (16 << 10)) // (3 * 1000))
-    messages = [generation_pb2.ChatMessage(role="user", content=content)] * 1000
-    return generation_pb2.GenerateRequest(chat=generation_pb2.ChatPrompt(messages=messages))
-
-
-LARGEST: tuple[Callable[[], generation_pb2.GenerateRequest], ...] = (_text, _one_word, _tokens, _chat, _too_large)
+REFUSALS = tuple(  # too long, or too many at once
+    f"{prompt} {code}" for prompt in ("text", "tokens", "chat") for code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
+)
 
 
 async def crowd(services: Services, num_messages: int, seed: int) -> Report:
     """Let a crowd send a hundredth of so many requests, of the largest size."""
     report = Report("crowd", max(4 * NUM_CLIENTS, num_messages // 100))
     services.errors.clear()
-    async with neighbouring(services, NEIGHBOUR_PAUSE_S) as neighbour:
+    async with _clients(services, report.num_messages, seed) as send, neighbouring(services, PAUSE_S) as neighbour:
         with _metronome() as calm_late_s:
             while neighbour.num_sessions < NUM_CALM:  # noqa: ASYNC110  # another task counts
                 await asyncio.sleep(METRONOME_S)
@@ -63,8 +37,10 @@ async def crowd(services: Services, num_messages: int, seed: int) -> Report:
         began_s, before = time.monotonic(), services.rss_bytes()
         async with _peak(services) as peak:
             with _metronome() as late_s:
-                await _send_all(services, report, random.Random(seed))
+                report.codes.update(await send())
         report.elapsed_s = time.monotonic() - began_s
+    if sum(report.codes[ending] for ending in REFUSALS) < report.num_messages:
+        report.wrong.append("not all of the largest requests were refused as they should")
     report.growth_bytes = {name: peak[name] - size for name, size in before.items()}
     report.wrong += [f"{name} grew" for name, size in report.growth_bytes.items() if size > MAX_GROWTH_BYTES]
     _compare(report, calm_s, neighbour.gaps_s, _p99(late_s) - _p99(calm_late_s))
@@ -83,30 +59,25 @@ def _compare(report: Report, calm_s: list[float], gaps_s: list[float], machine_s
         report.late.append(f"the neighbour's p99 is {1e3 * later_s:.0f} ms more than alone")
 
 
-async def _send_all(services: Services, report: Report, rng: random.Random) -> None:
-    left, requests = iter(range(report.num_messages)), [make() for make in LARGEST]
+@asynccontextmanager
+async def _clients(
+    services: Services, num_messages: int, seed: int
+) -> AsyncIterator[Callable[[], Awaitable[Counter[str]]]]:
+    """Start the crowd's process; yield what lets it send, and returns how its requests ended."""
+    words = ("-m", "tests.fuzz.crowd_clients", services.address, str(num_messages), str(seed))
+    clients = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=PIPE, stdout=PIPE)
+    assert clients.stdout
+    await clients.stdout.readline()  # it is ready
 
-    async def send() -> None:
-        async with open_channel(services.address, pings=PATIENT_PINGS) as channel:  # as our client sends large requests
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            for _ in left:
-                await _send(stub, rng.choice(requests), report)
+    async def send() -> Counter[str]:
+        said, _ = await clients.communicate(b"\n")
+        return Counter(json.loads(said or "{}"))
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(NUM_CLIENTS):
-            group.create_task(send())
-
-
-async def _send(stub: object, request: generation_pb2.GenerateRequest, report: Report) -> None:
-    kind = request.WhichOneof("prompt")
     try:
-        await stub.Generate(request, timeout=60.0).read()  # type: ignore[attr-defined]  # the asynchronous stub
-        code = grpc.StatusCode.OK
-    except grpc.aio.AioRpcError as error:
-        code = error.code()
-    report.codes[f"{kind} {code.name}"] += 1
-    if code not in REFUSALS:
-        report.wrong.append(f"the largest {kind} ended with {code.name}")
+        yield send
+    finally:
+        with suppress(ProcessLookupError):
+            clients.kill()
 
 
 @contextmanager

@@ -170,10 +170,6 @@ class ClientCall:
             raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details)
 
 
-class Aborted(Exception):
-    """A handler ended its call with a status."""
-
-
 class ServerCall:
     """The handler's end, and the context that it is given."""
 
@@ -183,7 +179,7 @@ class ServerCall:
         self._cancels_handler = cancels_handler  # else the handler sees a bare end of the requests
         self._inbox = Inbox()
         self.is_cancelled = False
-        self.has_failed_inside = False  # by a bug
+        self._code, self._details, self._trailers = grpc.StatusCode.OK, "", ()
         self.task: asyncio.Task[None] | None = None
 
     def deliver(self, kind: str, value: Any) -> None:
@@ -200,28 +196,17 @@ class ServerCall:
     async def run(self, handler: Any) -> None:
         """Run a method's handler, and send its status."""
         self.task = asyncio.current_task()
-        try:
-            await self._call(handler)
-            self._to_client.send("status", (grpc.StatusCode.OK, "", ()))
-        except Aborted:
-            pass
+        await handler.stream_stream(self._requests(), self)
+        self._to_client.send("status", (self._code, self._details, self._trailers))
 
-    async def _call(self, handler: Any) -> None:
-        if handler.stream_stream:
-            await handler.stream_stream(self._requests(handler), self)
-            return
+    async def read(self) -> Any:
+        """Return the next message, or EOF."""
         message = await self._inbox.take()
-        if message is END:
-            return
-        request = handler.request_deserializer(message)
-        if handler.unary_stream:
-            await handler.unary_stream(request, self)
-        else:
-            await self.write(await handler.unary_unary(request, self))
+        return grpc.aio.EOF if message is END else message
 
-    async def _requests(self, handler: Any) -> AsyncIterator[Any]:
-        while (message := await self._inbox.take()) is not END:
-            yield handler.request_deserializer(message)
+    async def _requests(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not grpc.aio.EOF:
+            yield message
 
     async def write(self, message: Any) -> None:
         """Send an answer. Raises InternalError where the client has left."""
@@ -241,8 +226,19 @@ class ServerCall:
         """Return the client's metadata."""
         return self._metadata
 
-    async def abort_with_status(self, status: Any) -> None:
-        """End the call with an error."""
-        self.has_failed_inside = status.code is grpc.StatusCode.INTERNAL
-        self._to_client.send("status", (status.code, status.details, status.trailing_metadata or ()))
-        raise Aborted
+    def set_code(self, code: grpc.StatusCode) -> None:
+        """Set the code that the call ends with."""
+        self._code = code
+
+    def set_details(self, details: str) -> None:
+        """Set the message that the call ends with."""
+        self._details = details
+
+    def set_trailing_metadata(self, metadata: Any) -> None:
+        """Set the status details that the call ends with."""
+        self._trailers = metadata or ()
+
+    @property
+    def has_failed_inside(self) -> bool:
+        """Whether a bug ended it."""
+        return self._code is grpc.StatusCode.INTERNAL

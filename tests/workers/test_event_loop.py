@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.serving.event_loop import IN_A_ROW, PASS_STEPS, Priority, ServiceLoop, after_others, set_priority
+from specdec.serving.event_loop import FIRST_IN_A_ROW, PASS_STEPS, Priority, ServiceLoop, set_priority
 
 NUM_STEPS = 100
 NUM_BUSY, BUSY_S = 100, 0.0003
@@ -73,25 +73,6 @@ def test_what_goes_first_keeps_its_order_and_goes_before_what_is_ready() -> None
     assert ran[3:] == [f"other {step}" for step in range(NUM_STEPS)]
 
 
-def test_what_goes_last_waits_for_the_others_and_yet_gets_its_share() -> None:
-    async def work() -> list[str]:
-        loop, ran, everything = asyncio.get_running_loop(), list[str](), asyncio.Event()
-        set_priority(Priority.LAST)
-        for step in range(2):
-            loop.call_soon(ran.append, f"last {step}")
-        loop.call_soon(everything.set)
-        set_priority(Priority.IN_TURN)
-        for step in range(2 * IN_A_ROW[Priority.IN_TURN]):
-            loop.call_soon(ran.append, f"other {step}")
-        await everything.wait()
-        return ran
-
-    ran, share = on_service_loop(work), IN_A_ROW[Priority.IN_TURN]
-    first, second = (place for place, name in enumerate(ran) if name.startswith("last"))
-    assert first in {share - 1, share}  # this test's own step is one of those in their turn
-    assert second - first == share + 1
-
-
 def test_what_goes_first_is_not_passed_over_for_what_it_did_while_nobody_waited() -> None:
     async def work() -> list[str]:
         loop, ran, everything = asyncio.get_running_loop(), list[str](), asyncio.Event()
@@ -107,35 +88,12 @@ def test_what_goes_first_is_not_passed_over_for_what_it_did_while_nobody_waited(
         in_turn = copy_context()
         set_priority(Priority.FIRST)
         first = copy_context()
-        loop.call_soon(alone, 2 * IN_A_ROW[Priority.FIRST])
+        loop.call_soon(alone, 2 * FIRST_IN_A_ROW)
         set_priority(Priority.IN_TURN)
         await everything.wait()
         return ran
 
     assert on_service_loop(work) == ["first", "in its turn"]
-
-
-def test_a_long_step_waits_for_what_is_ready_and_what_it_starts_goes_in_its_turn() -> None:
-    async def work() -> list[str]:
-        loop, ran = asyncio.get_running_loop(), list[str]()
-
-        async def long() -> None:
-            set_priority(Priority.FIRST)
-            await after_others()
-            ran.append("long")
-            loop.call_soon(ran.append, "of the long one")
-
-        task = asyncio.create_task(long())
-        await asyncio.sleep(0)  # it waits for the others
-        for step in range(3):
-            loop.call_soon(ran.append, f"other {step}")
-        await task
-        loop.call_soon(ran.append, "other 3")
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return ran
-
-    assert on_service_loop(work) == ["other 0", "other 1", "other 2", "long", "of the long one", "other 3"]
 
 
 def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
@@ -158,14 +116,14 @@ def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
 
         loop.call_soon(other)
         set_priority(Priority.FIRST)
-        for _ in range(2 * IN_A_ROW[Priority.FIRST]):
+        for _ in range(2 * FIRST_IN_A_ROW):
             loop.call_soon(again)
         set_priority(Priority.IN_TURN)
         await asyncio.wait_for(done.wait(), 10.0)
         return num_first, num_others
 
     num_first, num_others = on_service_loop(work)
-    assert num_first == pytest.approx(IN_A_ROW[Priority.FIRST] * num_others, rel=0.1)
+    assert num_first == pytest.approx(FIRST_IN_A_ROW * num_others, rel=0.1)
 
 
 def test_a_task_that_goes_first_hands_that_to_the_tasks_that_it_starts_until_it_waits_its_turn() -> None:
