@@ -22,6 +22,9 @@ from specdec.outside import REAL, Outside
 from specdec.serving.event_loop import Priority, set_priority
 
 SMOOTHING = 0.05  # weight of the latest measurement
+# chunks of each session that the time of a token is smoothed over: one round of many sessions takes from a fifth to five
+# times the mean, and a few quick rounds let thirty sessions in too many
+SMOOTHED_ROUNDS = 20
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second
 MARGIN = 0.7
@@ -88,8 +91,9 @@ class Admission:
     _tickets: dict[int, Ticket] = field(default_factory=dict)  # by identity
     _of_tenant: Counter[str] = field(default_factory=Counter)
     _seen_s: dict[str, float] = field(default_factory=dict)  # when each tenant last asked
-    _token_s: Smoothed = field(default_factory=Smoothed)
-    _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that `_token_s` was measured with
+    _chunk_s: Smoothed = field(default_factory=Smoothed)
+    _chunk_tokens: Smoothed = field(default_factory=Smoothed)
+    _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that these were measured with
     _fraction: Smoothed = field(default_factory=Smoothed)  # of the maximum that texts reach
     _session_s: Smoothed = field(default_factory=Smoothed)
     _refusals: Refusals = field(default_factory=Refusals)  # for deadlines' sake
@@ -129,8 +133,10 @@ class Admission:
         """Take note of a chunk."""
         now_s = self.outside.now_s()
         if ticket.last_s is not None and num_tokens:
-            self._token_s.observe((now_s - ticket.last_s) / num_tokens)
-            self._at_number.observe(len(self._tickets))
+            weight = 1 / (SMOOTHED_ROUNDS * len(self._tickets))
+            self._chunk_s.observe(now_s - ticket.last_s, weight)
+            self._chunk_tokens.observe(num_tokens, weight)
+            self._at_number.observe(len(self._tickets), weight)
         ticket.num_done += num_tokens
         ticket.last_s = now_s
         self._budgets.charge(ticket.tenant, num_tokens, self.quotas().of(ticket.tenant).tokens_per_minute)
@@ -185,8 +191,10 @@ class Admission:
 
     def _token_s_with_one_more(self) -> float | None:
         """Return the time of a token in each session if there is one more; None before any was measured."""
-        token_s, number = self._token_s.value, self._at_number.value
-        return None if token_s is None or not number else token_s * (len(self._tickets) + 1) / number
+        chunk_s, chunk_tokens, number = self._chunk_s.value, self._chunk_tokens.value, self._at_number.value
+        if chunk_s is None or not chunk_tokens or not number:
+            return None
+        return chunk_s / chunk_tokens * (len(self._tickets) + 1) / number
 
     def _expected(self, num_tokens: float) -> float:
         fraction = self._fraction.value

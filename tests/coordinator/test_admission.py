@@ -128,6 +128,20 @@ def test_a_burst_may_queue_again_after_a_pause(world: World) -> None:
     assert world.fill() == int(8.0 * MARGIN)
 
 
+def test_a_few_quick_rounds_let_nobody_in(world: World) -> None:
+    """Rounds of many sessions take from a fifth to five times the mean, which is what they take in the end."""
+    for _ in range(5):
+        world.enter(num_tokens=1000, left_s=None)
+    world.run(40)
+    for round_s in 20 * (0.2, 0.2, 0.2, 0.2, 4.2):  # times the mean
+        world.now_s += (round_s - 1) * TOKEN_S * len(world.tickets)
+        world.run()
+        num_before = len(world.tickets)
+        assert num_before + world.fill() in range(5, int(8.0 * MARGIN) + 2)
+        for ticket in world.tickets[num_before:]:
+            world.end(ticket, is_complete=False)
+
+
 def test_no_deadline_is_no_reason_to_refuse(world: World) -> None:
     for _ in range(100):
         world.enter(left_s=None)
