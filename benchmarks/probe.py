@@ -2,7 +2,8 @@
 
 It has little else to do, so that what they take is the service's part, not the sender's.
 
-`python -m benchmarks.probe ADDRESS TOKENS DEADLINE RATE DURATION SEED` prints its outcomes as JSON.
+`python -m benchmarks.probe ADDRESS TOKENS DEADLINE RATE DURATION SEED` prints its outcomes as JSON. A token for it is in
+the environment.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ PROMPT_TOKENS = 50
 VOCABULARY = range(10, 4000)
 REFUSED_PAUSE_S = 0.5
 PRIORITY = -5  # of the probe, where that is allowed: it measures others
+TOKEN_VARIABLE = "PROBE_TOKEN"
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -93,12 +95,20 @@ def cpu_s(pid: int) -> float:
 
 
 async def probing(
-    address: str, num_tokens: int, deadline_s: float, rate: float, duration_s: float, seed: int
+    address: str,
+    num_tokens: int,
+    deadline_s: float,
+    rate: float,
+    duration_s: float,
+    seed: int,
+    token: str | None = None,
 ) -> list[Outcome]:
-    """Send requests from another process; return how they ended."""
+    """Send requests from another process, as the tenant of a token; return how they ended."""
     words = (address, num_tokens, deadline_s, rate, duration_s, seed)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.probe", *map(str, words)), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "benchmarks.probe", *map(str, words)),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | ({} if token is None else {TOKEN_VARIABLE: token}),
     )
     output, _ = await process.communicate()
     return [Outcome(*fields) for fields in json.loads(output)]
@@ -107,7 +117,7 @@ async def probing(
 async def _probe(address: str, num_tokens: int, deadline_s: float, rate: float, duration_s: float, seed: int) -> None:
     with contextlib.suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
-    async with AsyncClient(address, max_retries=0) as client:
+    async with AsyncClient(address, max_retries=0, token=os.environ.get(TOKEN_VARIABLE)) as client:
         outcomes = await Requests(client, num_tokens, deadline_s, seed).open(rate, duration_s)
     print(json.dumps([astuple(outcome) for outcome in outcomes]))
 

@@ -22,8 +22,8 @@ from specdec.outside import REAL, Outside
 from specdec.serving.event_loop import Priority, set_priority
 
 SMOOTHING = 0.05  # weight of the latest measurement
-# chunks of each session that the time of a token is smoothed over: one round of many sessions takes from a fifth to five
-# times the mean, and a few quick rounds let thirty sessions in too many
+# chunks of each session that the time of a token is smoothed over: one round of many sessions takes from a fifth to
+# five times the mean, and a few quick rounds would let dozens of sessions in
 SMOOTHED_ROUNDS = 20
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second

@@ -41,35 +41,42 @@ class Steps:
 
     def __init__(self) -> None:
         self._first = deque[Any]()
-        self._in_turn = deque[Any]()
-        self._num_in_a_row = 0  # of the first, while others waited
+        self._in_turn = deque[tuple[Any, int]]()  # each with the number of those that it must not overtake
+        self._num_first, self._num_first_run = 0, 0
+        self._num_in_a_row = 0
 
     def __len__(self) -> int:
         return min(PASS_STEPS, len(self._first) + len(self._in_turn))
 
     def append(self, handle: Any) -> None:
         """Add a step, by the context in which it will run."""
-        is_first = handle._context.get(_PRIORITY) is Priority.FIRST
-        (self._first if is_first else self._in_turn).append(handle)
+        if handle._context.get(_PRIORITY) is Priority.FIRST:
+            self._num_first += 1
+            self._first.append(handle)
+        else:
+            self._in_turn.append((handle, self._num_first))
 
     def popleft(self) -> Any:
         """Return the next one.
 
-        grpc.aio needs to hear that a call has ended before its handler goes on: what goes first is passed over in a
-        flood alone, so only those steps count that others have waited for.
+        No step overtakes one that goes first and was there before: grpc.aio needs to hear that a call has ended before
+        its handler goes on.
         """
-        if self._first and not self._in_turn:
-            return self._first.popleft()
-        if self._first and self._num_in_a_row < FIRST_IN_A_ROW:
+        if self._first and (self._num_in_a_row < FIRST_IN_A_ROW or not self._may_overtake()):
             self._num_in_a_row += 1
+            self._num_first_run += 1
             return self._first.popleft()
         self._num_in_a_row = 0
-        return self._in_turn.popleft()
+        return self._in_turn.popleft()[0]
+
+    def _may_overtake(self) -> bool:
+        return bool(self._in_turn) and self._in_turn[0][1] <= self._num_first_run
 
     def clear(self) -> None:
         """Forget them."""
         self._first.clear()
         self._in_turn.clear()
+        self._num_first_run = self._num_first
 
 
 class ServiceLoop(asyncio.SelectorEventLoop):

@@ -5,7 +5,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextvars import copy_context
 from typing import Any
 
 import grpc
@@ -73,30 +72,28 @@ def test_what_goes_first_keeps_its_order_and_goes_before_what_is_ready() -> None
     assert ran[3:] == [f"other {step}" for step in range(NUM_STEPS)]
 
 
-def test_what_goes_first_is_not_passed_over_for_what_it_did_while_nobody_waited() -> None:
+def test_a_flood_lets_nothing_overtake_what_was_there_before() -> None:
     async def work() -> list[str]:
         loop, ran, everything = asyncio.get_running_loop(), list[str](), asyncio.Event()
-
-        def alone(left: int) -> None:
-            if left:
-                loop.call_soon(alone, left - 1)
-                return
-            loop.call_soon(ran.append, "first", context=first)
-            loop.call_soon(ran.append, "in its turn", context=in_turn)
-            loop.call_soon(everything.set, context=in_turn)
-
-        in_turn = copy_context()
         set_priority(Priority.FIRST)
-        first = copy_context()
-        loop.call_soon(alone, 2 * FIRST_IN_A_ROW)
+        for step in range(5 * FIRST_IN_A_ROW):
+            loop.call_soon(ran.append, f"first {step}")
         set_priority(Priority.IN_TURN)
+        loop.call_soon(ran.append, "in its turn")
+        set_priority(Priority.FIRST)
+        for step in range(2):
+            loop.call_soon(ran.append, f"later {step}")
+        set_priority(Priority.IN_TURN)
+        loop.call_soon(everything.set)
         await everything.wait()
         return ran
 
-    assert on_service_loop(work) == ["first", "in its turn"]
+    first = [f"first {step}" for step in range(5 * FIRST_IN_A_ROW)]
+    assert on_service_loop(work) == [*first, "in its turn", "later 0", "later 1"]
 
 
-def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
+@pytest.mark.parametrize("num_flooding", [FIRST_IN_A_ROW // 2, 2 * FIRST_IN_A_ROW])
+def test_a_flood_of_what_goes_first_leaves_others_their_share(num_flooding: int) -> None:
     async def work() -> tuple[int, int]:
         loop, num_first, num_others = asyncio.get_running_loop(), 0, 0
         done = asyncio.Event()
@@ -116,14 +113,14 @@ def test_a_flood_of_what_goes_first_leaves_others_their_share() -> None:
 
         loop.call_soon(other)
         set_priority(Priority.FIRST)
-        for _ in range(2 * FIRST_IN_A_ROW):
+        for _ in range(num_flooding):
             loop.call_soon(again)
         set_priority(Priority.IN_TURN)
         await asyncio.wait_for(done.wait(), 10.0)
         return num_first, num_others
 
     num_first, num_others = on_service_loop(work)
-    assert num_first == pytest.approx(FIRST_IN_A_ROW * num_others, rel=0.1)
+    assert num_first == pytest.approx(max(FIRST_IN_A_ROW, num_flooding) * num_others, rel=0.1)
 
 
 def test_a_task_that_goes_first_hands_that_to_the_tasks_that_it_starts_until_it_waits_its_turn() -> None:
