@@ -2,7 +2,7 @@
 
 It has little else to do, so that what they take is the service's part, not the sender's.
 
-`python -m benchmarks.probe ADDRESS TOKENS DEADLINE RATE DURATION SEED` prints its outcomes as JSON. A token for it is in
+Prints outcomes as JSON: `python -m benchmarks.probe ADDRESS TOKENS DEADLINE RATE DURATION SEED`. A token for it is in
 the environment.
 """
 
