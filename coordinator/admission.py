@@ -28,7 +28,7 @@ SMOOTHED_ROUNDS = 20
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second
 MARGIN = 0.7
-CROWDED_MARGIN = 0.5  # of a tenant that has more than its share
+CROWDED_MARGIN = 0.35  # of a tenant that has more than its share
 # the same where sessions are refused all the time: as many end a second with fewer at once, and each sooner. A burst
 # may queue, what is always too much may not (Nichols and Jacobson 2012, "Controlling Queue Delay")
 STANDING_MARGIN, STANDING_CROWDED_MARGIN = 0.3, 0.2
@@ -64,21 +64,22 @@ class Smoothed:
 
 
 @dataclass(slots=True)
-class Refusals:
-    """Since when sessions have been refused without a pause, on the clock of Outside."""
+class Asking:
+    """When a tenant last asked, and since when it has been refused without a pause, on the clock of Outside."""
 
-    first_s: float = -math.inf
     last_s: float = -math.inf
+    refused_first_s: float = -math.inf
+    refused_last_s: float = -math.inf
 
-    def note(self, now_s: float) -> None:
-        """Take note of a refusal."""
-        if now_s - self.last_s > CALM_S:
-            self.first_s = now_s
-        self.last_s = now_s
+    def refused(self, now_s: float) -> None:
+        """Take note of a refusal for a deadline's sake."""
+        if now_s - self.refused_last_s > CALM_S:
+            self.refused_first_s = now_s
+        self.refused_last_s = now_s
 
-    def are_standing(self, now_s: float) -> bool:
-        """Whether there are more sessions than can be served, not only a burst of them."""
-        return now_s - self.last_s <= CALM_S and self.last_s - self.first_s >= STANDING_S
+    def is_always_refused(self, now_s: float) -> bool:
+        """Whether it asks for more than can be served, not only in a burst."""
+        return now_s - self.refused_last_s <= CALM_S and self.refused_last_s - self.refused_first_s >= STANDING_S
 
 
 @dataclass(slots=True)
@@ -90,13 +91,12 @@ class Admission:
     quotas: Callable[[], Quotas] = Quotas  # of the moment
     _tickets: dict[int, Ticket] = field(default_factory=dict)  # by identity
     _of_tenant: Counter[str] = field(default_factory=Counter)
-    _seen_s: dict[str, float] = field(default_factory=dict)  # when each tenant last asked
+    _asking: dict[str, Asking] = field(default_factory=dict)  # by tenant
     _chunk_s: Smoothed = field(default_factory=Smoothed)
     _chunk_tokens: Smoothed = field(default_factory=Smoothed)
     _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that these were measured with
     _fraction: Smoothed = field(default_factory=Smoothed)  # of the maximum that texts reach
     _session_s: Smoothed = field(default_factory=Smoothed)
-    _refusals: Refusals = field(default_factory=Refusals)  # for deadlines' sake
     _budgets: TokenBudgets = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,19 +166,20 @@ class Admission:
         """
         self.check_quota(tenant)
         now_s = self.outside.now_s()
-        self._seen_s[tenant] = now_s
+        asking = self._asking.setdefault(tenant, Asking())
+        asking.last_s = now_s
         token_s = self._token_s_with_one_more()
         if token_s is None:
             return
-        margin = self._margin(tenant, now_s)
-        predicted_s = self.wait_s(num_prompt_tokens) + token_s * self._expected(num_tokens)
-        if left_s is not None and predicted_s > margin * left_s:
-            self._refusals.note(now_s)
-            problem = f"this one would take {predicted_s:.1f} s, and its caller waits {left_s:.1f} s"
-            raise self._refusal(predicted_s - margin * left_s, problem, "own_deadline")
+        wait_s, text_s = self.wait_s(num_prompt_tokens), token_s * self._expected(num_tokens)
+        margin = self._margin(tenant, wait_s, text_s, left_s)
+        if left_s is not None and wait_s + text_s > margin * left_s:
+            asking.refused(now_s)
+            problem = f"this one would take {wait_s + text_s:.1f} s, and its caller waits {left_s:.1f} s"
+            raise self._refusal(wait_s + text_s - margin * left_s, problem, "own_deadline")
         late_s = max((self._late_s(ticket, token_s, margin, now_s) for ticket in self._tickets.values()), default=0.0)
         if late_s > 0:
-            self._refusals.note(now_s)
+            asking.refused(now_s)
             raise self._refusal(late_s, "another one would make them miss their deadlines", "others_deadlines")
 
     def wait_s(self, num_prompt_tokens: int) -> float:
@@ -212,17 +213,26 @@ class Admission:
             return 0.0  # lost already
         return max(0.0, num_left * token_s - margin * left_s)
 
-    def _margin(self, tenant: str, now_s: float) -> float:
-        """Return the part of a deadline that a prediction may take; a tenant that has less than its share is not cut by
-        what others ask too much.
+    def _margin(self, tenant: str, wait_s: float, text_s: float, left_s: float | None) -> float:
+        """Return the part of a deadline that a prediction may take: less for a tenant that takes more than its share.
+
+        None does whose sessions are at most its share of those that run, or of those that could: if all tenants had as
+        many, each would still meet its deadline. The latter is not for one that is refused all the time. It counts for
+        the others: what one asks too much keeps few running, and few are soon exceeded by chance.
         """
-        self._seen_s = {name: seen_s for name, seen_s in self._seen_s.items() if now_s - seen_s < TENANT_MEMORY_S}
-        num_tenants, is_standing = len(self._seen_s.keys() | self._of_tenant.keys()), self._refusals.are_standing(now_s)
-        if num_tenants <= 1:
-            return STANDING_MARGIN if is_standing else MARGIN
-        if (self._of_tenant[tenant] + 1) * num_tenants <= len(self._tickets) + 1:
+        now_s = self.outside.now_s()
+        self._asking = {name: ask for name, ask in self._asking.items() if now_s - ask.last_s < TENANT_MEMORY_S}
+        is_always_refused = self._asking[tenant].is_always_refused(now_s)
+        num_tenants = len(self._asking.keys() | self._of_tenant.keys())
+        if num_tenants == 1:
+            return STANDING_MARGIN if is_always_refused else MARGIN
+        num_if_alike, num_running = (self._of_tenant[tenant] + 1) * num_tenants, len(self._tickets) + 1
+        if num_if_alike <= num_running:
             return MARGIN
-        return STANDING_CROWDED_MARGIN if is_standing else CROWDED_MARGIN
+        if is_always_refused:
+            return STANDING_CROWDED_MARGIN
+        would_fit = left_s is not None and wait_s + text_s * num_if_alike / num_running <= MARGIN * left_s
+        return MARGIN if would_fit else CROWDED_MARGIN
 
     def _refusal(self, missing_s: float, problem: str, limit: str) -> OverloadedError:
         # refused callers must not come back all at once

@@ -210,9 +210,38 @@ def test_refusals_say_when_to_come_back(world: World) -> None:
 def test_one_tenant_cannot_take_everything(world: World) -> None:
     world.enter("small")
     greedy = world.fill("greedy")
-    assert greedy == int(8.0 * CROWDED_MARGIN) - 1
-    for _ in range(int(8.0 * MARGIN) - greedy - 1):
+    assert greedy == int(8.0 * MARGIN) // 2, "its share of those that could run"
+    for _ in range(greedy - 1):
         world.enter("small")
+
+
+def test_a_tenant_that_is_always_refused_has_its_share_of_those_that_run(world: World) -> None:
+    for _ in range(2):
+        world.fill("modest")
+        world.now_s += STANDING_S
+    world.empty()
+    world.fill("greedy")
+    world.enter("modest")
+
+
+def test_a_burst_of_one_tenant_is_cut_sooner_where_there_are_others(world: World) -> None:
+    for tenant in ("one", "two", "three"):
+        world.end(world.enter(tenant), is_complete=False)
+    assert world.fill("greedy") == int(8.0 * CROWDED_MARGIN)
+
+
+def test_a_tenant_may_exceed_its_share_of_few_but_one_that_is_always_refused_may_not(world: World) -> None:
+    """What is kept short by the greedy one's excess leaves few, and a share of few is soon exceeded by chance."""
+    for _ in range(2):
+        world.fill("greedy")
+        world.now_s += STANDING_S
+    world.empty()
+    for _ in range(int(8.0 * MARGIN) // 2):
+        world.enter("modest")
+    with pytest.raises(OverloadedError):
+        world.enter("modest")
+    world.empty()
+    assert world.fill("greedy") == int(8.0 * STANDING_CROWDED_MARGIN)
 
 
 def test_a_tenant_keeps_its_share_while_it_is_away(world: World) -> None:
