@@ -94,13 +94,13 @@ async def _all_go_on(ledger: Ledger) -> None:
         await ledger.news.wait()
 
 
-async def returns_s(service: Service, times: int) -> list[float]:
+async def returns_s(service: Service, times: int, away_s: float) -> list[float]:
     """Kill the only target so many times; return how long after it is ready again the first request is served."""
     [target], waits = service.parts["target"], []
     async with service.client(0, 120.0) as client:
         for number in range(times):
             await target.end(SIGKILL)
-            await asyncio.sleep(2.0)  # coordinators ask for it again at their longest pauses
+            await asyncio.sleep(away_s)
             await target.start()
             begin_s = time.monotonic()
             await client.complete(prompt_token_ids=[1, 2, 3 + number], temperature=0.0, max_new_tokens=1)
@@ -108,8 +108,11 @@ async def returns_s(service: Service, times: int) -> list[float]:
     return waits
 
 
-async def measure(times: int, seed: int, kinds: Collection[str]) -> bool:
-    """Print a line for each of these kinds of fault; return whether all were within their limits."""
+async def measure(times: int, seed: int, kinds: Collection[str], away_s: float) -> bool:
+    """Print a line for each of these kinds of fault; return whether all were within their limits.
+
+    `away_s`: how long the only target is away.
+    """
     chance, is_within = random.Random(seed), True
     print(f"{'fault':<22}{'times':>6}{'waits':>7}{'median':>10}{'max':>10}{'limit':>8}{'median of max':>15}")
     with tempfile.TemporaryDirectory(prefix="specdec-gaps-") as name:
@@ -126,7 +129,7 @@ async def measure(times: int, seed: int, kinds: Collection[str]) -> bool:
             nursery() as forks,
             running_service(forks, alone, models, Size(num_targets=1, num_drafts=0)) as service,
         ):
-            waits = [[wait_s] for wait_s in await returns_s(service, times)]
+            waits = [[wait_s] for wait_s in await returns_s(service, times, away_s)]
             is_within &= _print(RETURNS, [wait_s for [wait_s] in waits], RETURN_LIMIT_S, times, waits)
     return is_within
 
@@ -145,8 +148,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="decides when and where (default: %(default)s)")
     kinds = [*LIMITS_S, RETURNS]
     parser.add_argument("--only", choices=kinds, action="append", help="a kind of fault; repeatable (default: all)")
+    # after 2 s coordinators ask for it again at their longest pauses
+    parser.add_argument(
+        "--away", type=float, default=2.0, help="seconds without the only target (default: %(default)s)"
+    )
     flags = parser.parse_args()
-    sys.exit(not asyncio.run(measure(flags.times, flags.seed, flags.only or kinds)))
+    sys.exit(not asyncio.run(measure(flags.times, flags.seed, flags.only or kinds, flags.away)))
 
 
 if __name__ == "__main__":
