@@ -35,6 +35,9 @@ STANDING_MARGIN, STANDING_CROWDED_MARGIN = 0.3, 0.2
 STANDING_S = 1.0  # refusals over so long a time are no burst
 CALM_S = 2.0  # without a refusal for so long, it is over
 TENANT_MEMORY_S = 60.0  # a tenant that came within this time has a share, also while it has no session
+STALE_S = 10.0  # a measurement so old does not keep an idle service from trying anew
+# a client that took nothing for so long, and for most of the time between two chunks, says nothing of the service
+SLOW_CLIENT_S = 0.1
 UNKNOWN_TOKENS = 256  # of a text, before any has ended
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 10.0
 RETURNING = 2  # a coordinator that is lost leaves its sessions to another one
@@ -50,17 +53,21 @@ class Ticket:
     num_done: int = 0
     began_s: float = 0.0
     last_s: float | None = None  # when its last chunk came
+    sent_s: float = 0.0  # when the client had taken it
 
 
 @dataclass(slots=True)
 class Smoothed:
-    """A value that follows its measurements."""
+    """A value that follows its measurements; the mean of the first ones."""
 
     value: float | None = None
+    number: int = 0
 
     def observe(self, measured: float, weight: float = SMOOTHING) -> None:
         """Move towards a measurement."""
-        self.value = measured if self.value is None else self.value + weight * (measured - self.value)
+        self.number += 1
+        before = self.value or 0.0
+        self.value = before + max(weight, 1 / self.number) * (measured - before)
 
 
 @dataclass(slots=True)
@@ -95,6 +102,7 @@ class Admission:
     _chunk_s: Smoothed = field(default_factory=Smoothed)
     _chunk_tokens: Smoothed = field(default_factory=Smoothed)
     _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that these were measured with
+    _measured_s: float = -math.inf
     _fraction: Smoothed = field(default_factory=Smoothed)  # of the maximum that texts reach
     _session_s: Smoothed = field(default_factory=Smoothed)
     _budgets: TokenBudgets = field(init=False)
@@ -132,7 +140,8 @@ class Admission:
     def progress(self, ticket: Ticket, num_tokens: int) -> None:
         """Take note of a chunk."""
         now_s = self.outside.now_s()
-        if ticket.last_s is not None and num_tokens:
+        if ticket.last_s is not None and num_tokens and not _took_long(ticket, now_s):
+            self._measured_s = now_s
             weight = 1 / (SMOOTHED_ROUNDS * len(self._tickets))
             self._chunk_s.observe(now_s - ticket.last_s, weight)
             self._chunk_tokens.observe(num_tokens, weight)
@@ -140,6 +149,10 @@ class Admission:
         ticket.num_done += num_tokens
         ticket.last_s = now_s
         self._budgets.charge(ticket.tenant, num_tokens, self.quotas().of(ticket.tenant).tokens_per_minute)
+
+    def sent(self, ticket: Ticket) -> None:
+        """Take note that the client has taken the last chunk."""
+        ticket.sent_s = self.outside.now_s()
 
     def check_quota(self, tenant: str, *, is_new: bool = True) -> None:
         """Raise OverloadedError for a tenant that has all that its quota allows; what returns has more room."""
@@ -168,17 +181,18 @@ class Admission:
         now_s = self.outside.now_s()
         asking = self._asking.setdefault(tenant, Asking())
         asking.last_s = now_s
-        token_s = self._token_s_with_one_more()
-        if token_s is None:
+        pace_s = self._pace_s()
+        if pace_s is None:
             return
-        wait_s, text_s = self.wait_s(num_prompt_tokens), token_s * self._expected(num_tokens)
-        margin = self._margin(tenant, wait_s, text_s, left_s)
-        if left_s is not None and wait_s + text_s > margin * left_s:
+        is_known = bool(self._tickets) or now_s - self._measured_s <= STALE_S
+        asked = _Asked(self.wait_s(num_prompt_tokens), self._expected(num_tokens) if is_known else 0.0, left_s, now_s)
+        margin, number = self._margin(tenant, asked, pace_s), len(self._tickets) + 1
+        if (late_s := self._late_s(asked, number * pace_s, margin)) > 0:
             asking.refused(now_s)
-            problem = f"this one would take {wait_s + text_s:.1f} s, and its caller waits {left_s:.1f} s"
-            raise self._refusal(wait_s + text_s - margin * left_s, problem, "own_deadline")
-        late_s = max((self._late_s(ticket, token_s, margin, now_s) for ticket in self._tickets.values()), default=0.0)
-        if late_s > 0:
+            taken_s = asked.wait_s + asked.num_tokens * number * pace_s
+            problem = f"this one would take {taken_s:.1f} s, and its caller waits {left_s:.1f} s"
+            raise self._refusal(late_s, problem, "own_deadline")
+        if (late_s := self._others_late_s(asked, number, pace_s, margin)) > 0:
             asking.refused(now_s)
             raise self._refusal(late_s, "another one would make them miss their deadlines", "others_deadlines")
 
@@ -190,48 +204,57 @@ class Admission:
             place_s = (self._session_s.value or 0.0) * load.num_without_place / load.num_resident
         return place_s + load.prompt_s + load.prompt_token_s * num_prompt_tokens
 
-    def _token_s_with_one_more(self) -> float | None:
-        """Return the time of a token in each session if there is one more; None before any was measured."""
+    def _pace_s(self) -> float | None:
+        """Return the time of a token in each session, divided by their number; None before any was measured."""
         chunk_s, chunk_tokens, number = self._chunk_s.value, self._chunk_tokens.value, self._at_number.value
         if chunk_s is None or not chunk_tokens or not number:
             return None
-        return chunk_s / chunk_tokens * (len(self._tickets) + 1) / number
+        return chunk_s / chunk_tokens / number
 
     def _expected(self, num_tokens: float) -> float:
         fraction = self._fraction.value
         return min(num_tokens, UNKNOWN_TOKENS) if fraction is None else fraction * num_tokens
 
-    def _late_s(self, ticket: Ticket, token_s: float, margin: float, now_s: float) -> float:
-        """Return by how much one more session would make this one miss a deadline that it meets now; 0: it would not.
+    def _late_s(self, asked: "_Asked", token_s: float, margin: float) -> float:
+        """Return by how much a new session would miss its deadline; 0: it would not, or has none."""
+        if asked.left_s is None:
+            return 0.0
+        return max(0.0, asked.wait_s + asked.num_tokens * token_s - margin * asked.left_s)
+
+    def _others_late_s(self, asked: "_Asked", number: int, pace_s: float, margin: float) -> float:
+        """Return by how much one of the others, with so many in all, would miss a deadline that it meets now.
 
         It is judged by what it has left: near its end it needs little.
         """
-        left_s = ticket.deadline_s - now_s
-        num_left = max(0.0, self._expected(ticket.num_tokens) - ticket.num_done)
-        number = len(self._tickets)
-        if num_left * token_s * number / (number + 1) > left_s:
-            return 0.0  # lost already
-        return max(0.0, num_left * token_s - margin * left_s)
+        late_s, now_pace_s = 0.0, pace_s * len(self._tickets)
+        for ticket in self._tickets.values():
+            left_s = ticket.deadline_s - asked.now_s
+            num_left = max(0.0, self._expected(ticket.num_tokens) - ticket.num_done)
+            if num_left * now_pace_s <= left_s:  # else it is lost already
+                late_s = max(late_s, num_left * number * pace_s - margin * left_s)
+        return late_s
 
-    def _margin(self, tenant: str, wait_s: float, text_s: float, left_s: float | None) -> float:
+    def _margin(self, tenant: str, asked: "_Asked", pace_s: float) -> float:
         """Return the part of a deadline that a prediction may take: less for a tenant that takes more than its share.
 
-        None does whose sessions are at most its share of those that run, or of those that could: if all tenants had as
-        many, each would still meet its deadline. The latter is not for one that is refused all the time. It counts for
-        the others: what one asks too much keeps few running, and few are soon exceeded by chance.
+        None does that has no session, or whose sessions are at most its share of those that run, or of those that
+        could: if all tenants had as many, each would still meet its deadline. The latter is not for one that is refused
+        all the time. It counts for the others: what one asks too much keeps few running, and few are soon exceeded by
+        chance.
         """
-        now_s = self.outside.now_s()
-        self._asking = {name: ask for name, ask in self._asking.items() if now_s - ask.last_s < TENANT_MEMORY_S}
-        is_always_refused = self._asking[tenant].is_always_refused(now_s)
+        self._asking = {name: ask for name, ask in self._asking.items() if asked.now_s - ask.last_s < TENANT_MEMORY_S}
+        is_always_refused = self._asking[tenant].is_always_refused(asked.now_s)
         num_tenants = len(self._asking.keys() | self._of_tenant.keys())
         if num_tenants == 1:
-            return STANDING_MARGIN if is_always_refused else MARGIN
-        num_if_alike, num_running = (self._of_tenant[tenant] + 1) * num_tenants, len(self._tickets) + 1
-        if num_if_alike <= num_running:
+            return STANDING_MARGIN if is_always_refused and self._tickets else MARGIN
+        num_own, num_running = self._of_tenant[tenant] + 1, len(self._tickets) + 1
+        num_if_alike = num_own * num_tenants
+        if num_own == 1 or num_if_alike <= num_running:
             return MARGIN
         if is_always_refused:
             return STANDING_CROWDED_MARGIN
-        would_fit = left_s is not None and wait_s + text_s * num_if_alike / num_running <= MARGIN * left_s
+        late_s = self._late_s(asked, num_if_alike * pace_s, MARGIN)
+        would_fit = late_s == 0 and self._others_late_s(asked, num_if_alike, pace_s, MARGIN) == 0
         return MARGIN if would_fit else CROWDED_MARGIN
 
     def _refusal(self, missing_s: float, problem: str, limit: str) -> OverloadedError:
@@ -239,3 +262,20 @@ class Admission:
         retry_s = min(max(MIN_RETRY_S, missing_s), MAX_RETRY_S) * (1 + self.outside.uniform())
         sentence = f"{len(self._tickets)} sessions run here, and {problem}; try again later"
         return OverloadedError(sentence, retry_s, limit=limit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a new session needs, and when it has to be there."""
+
+    wait_s: float
+    num_tokens: float  # that are expected
+    left_s: float | None
+    now_s: float
+
+
+def _took_long(ticket: Ticket, now_s: float) -> bool:
+    """Whether it was the client that a chunk waited for."""
+    assert ticket.last_s is not None
+    blocked_s = ticket.sent_s - ticket.last_s
+    return blocked_s > SLOW_CLIENT_S and blocked_s > (now_s - ticket.last_s) / 2

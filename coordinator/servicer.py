@@ -108,6 +108,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     end = chunk.offset + len(chunk.emitted)
                     message.proof = self._ids.proof(session, chunk.incarnation, end, chunk.digest)
                     await send(message)
+                    admission.sent(ticket)
                     record.wrote(chunk, ending)
                     is_complete = ending is not None
         finally:

@@ -17,7 +17,9 @@ from grpc_reflection.v1alpha import reflection
 from specdec.channel import MAX_MESSAGE_BYTES, MIN_PING_PERIOD_S, PATIENT_PINGS
 from specdec.errors import InternalError, InvalidArgumentError, SpecdecError, UnavailableError
 from specdec.serving.event_loop import Priority, set_priority
+from specdec.serving.large_messages import LargeMessages
 from specdec.serving.process import CannotServe, run, run_until_told, supervised, where
+from specdec.serving.security.caller import current_tenant
 from specdec.serving.security.gate import Gate, gate_of
 from specdec.serving.security.running_calls import RunningCalls
 from specdec.serving.security.tls import server_credentials
@@ -29,8 +31,6 @@ from specdec.serving.writing import Writer
 
 STATUS_SERVICE = "specdec.v1.StatusService"
 MAX_METADATA_BYTES = 16 << 10
-QUICK_BYTES = 16 << 10  # of a message that is looked at before running sessions go on; larger ones wait in a line
-LARGE_BYTES_A_SECOND = 50e6  # of larger ones: a fifth of the event loop's time
 WINDOW_BYTES = 256 << 10  # of a message that may be under way: over 100 ms of network, 2.5 MB a second
 
 _SERVER_OPTIONS = (
@@ -63,7 +63,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self.ready = False
         self.calls = RunningCalls()
         self._gate = gate
-        self._large_messages = asyncio.Lock()
+        self._large_messages = LargeMessages()
 
     async def intercept_service(
         self,
@@ -75,7 +75,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if is_standard and self._gate.is_open:
             return await continuation(handler_call_details)
         if not self.ready and not is_standard:
-            return self._wrapped(grpc.unary_unary_rpc_method_handler(_refuse))
+            return self._wrapped(grpc.stream_stream_rpc_method_handler(_refuse))
         handler = await continuation(handler_call_details)
         return handler and self._wrapped(handler)
 
@@ -93,6 +93,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     return
             except SpecdecError as error:
                 failure = error
+            except grpc.aio.AbortError:
+                raise  # by a handler of grpc's own
             except Exception as error:
                 # the type alone: a message could quote a prompt
                 get_logger().error("call_failed", error=type(error).__name__, where=where(error))
@@ -129,22 +131,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             await writer.write(await answer)
 
     async def _only(self, context: Any) -> bytes:
-        """Return the message of a call that has one. Raises InvalidArgumentError.
-
-        To look at a large one takes milliseconds. They come one after the other, with pauses: a crowd that sends
-        nothing else leaves running sessions most of the time.
-        """
+        """Return the message of a call that has one. Raises InvalidArgumentError, OverloadedError."""
         request = await context.read()  # the iterator over requests would keep it as long as the call lasts
         if request is grpc.aio.EOF:
             raise InvalidArgumentError({"request": "is missing: the call ended without its message"})
-        if len(request) > QUICK_BYTES:
-            set_priority(Priority.IN_TURN)
-            async with self._large_messages:
-                await asyncio.sleep(len(request) / LARGE_BYTES_A_SECOND)
+        await self._large_messages.wait(current_tenant(), len(request))
         return bytes(request)  # the same object
 
 
-async def _refuse(request: bytes, context: Any) -> None:
+async def _refuse(requests: AsyncIterator[bytes], context: Any) -> None:
     raise UnavailableError("the server is loading or shutting down; try again soon")
 
 

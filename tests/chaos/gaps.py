@@ -86,6 +86,8 @@ async def _all_go_on(ledger: Ledger) -> None:
     begin_s = time.monotonic()
 
     def is_waiting(session: Session) -> bool:
+        if not session.views:
+            return True  # its client has yet to begin
         [view] = session.views
         return view.end_s is None and (not view.arrivals_s or view.arrivals_s[-1] < begin_s)
 

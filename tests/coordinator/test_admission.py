@@ -11,6 +11,7 @@ from coordinator.admission import (
     CALM_S,
     CROWDED_MARGIN,
     MARGIN,
+    STALE_S,
     STANDING_CROWDED_MARGIN,
     STANDING_MARGIN,
     STANDING_S,
@@ -19,7 +20,8 @@ from coordinator.admission import (
     Ticket,
 )
 from coordinator.loads import ReportedLoads, TargetLoad
-from coordinator.session_ids import SessionName
+from coordinator.servicer import GenerationServicer
+from coordinator.session_ids import SECRET_BYTES, SessionIds, SessionName
 from coordinator.sessions import open_store
 from specdec.errors import NotFoundError, OverloadedError
 from specdec.outside import Outside
@@ -63,7 +65,7 @@ class World:
         for ticket in list(self.tickets):
             self.end(ticket, is_complete=False)
 
-    def fill(self, tenant: str = "", left_s: float = 8.0) -> int:
+    def fill(self, tenant: str = "", left_s: float | None = 8.0) -> int:
         """Let sessions in until one is refused; return how many."""
         for count in range(1000):
             try:
@@ -142,6 +144,111 @@ def test_a_few_quick_rounds_let_nobody_in(world: World) -> None:
             world.end(ticket, is_complete=False)
 
 
+def test_the_first_quick_chunks_of_a_service_do_not_count_for_long() -> None:
+    world = World()
+    for _ in range(20):
+        world.enter(num_tokens=1000, left_s=None)
+    world.run()
+    world.now_s -= 0.99 * TOKEN_S * len(world.tickets)  # the next chunks come after a hundredth of their time
+    world.run(6)
+    with pytest.raises(OverloadedError):
+        world.enter()
+
+
+def test_a_client_that_takes_nothing_says_nothing_of_the_service(world: World) -> None:
+    slow = world.enter(left_s=None)
+    world.run(10)
+    world.now_s += 58.0
+    world.admission.sent(slow)
+    world.run(60)  # chunks that had gathered
+    world.end(slow, is_complete=False)
+    assert world.fill() == int(8.0 * MARGIN)
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 1.1 * STALE_S])
+def test_what_was_slow_is_tried_anew_after_a_while(world: World, idle_s: float) -> None:
+    world.enter(left_s=None)
+    while world.tickets:
+        world.now_s += 10.0
+        world.run()
+    world.now_s += idle_s
+    if idle_s:
+        world.enter()
+    else:
+        with pytest.raises(OverloadedError):
+            world.enter()
+
+
+def test_an_idle_service_takes_what_it_can_serve_from_one_who_was_refused_all_the_time(world: World) -> None:
+    world.enter(left_s=None)
+    world.run(LENGTH)
+    for _ in range(2):
+        world.fill()
+        world.now_s += STANDING_S
+    world.empty()
+    world.enter(left_s=1.0 / (0.9 * MARGIN))
+
+
+def test_a_service_that_writes_slowly_is_measured_all_the_same(world: World) -> None:
+    session = world.enter(left_s=None)
+    while world.tickets:
+        world.now_s += 3 * TOKEN_S
+        world.admission.sent(session)  # its loop is busy: it took most of the time
+        world.run()
+    assert world.fill() == int(8.0 * MARGIN / 4)
+
+
+async def test_the_servicer_tells_when_a_chunk_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken_s, progress = list[float](), Admission.progress
+
+    def note(admission: Admission, ticket: Ticket, num_tokens: int) -> None:
+        if ticket.last_s is not None:
+            taken_s.append(ticket.sent_s - ticket.last_s)
+        progress(admission, ticket, num_tokens)
+
+    monkeypatch.setattr(Admission, "progress", note)
+
+    class Context:
+        """Of a client that takes a while."""
+
+        def time_remaining(self) -> float:
+            return 8.0
+
+        async def send_initial_metadata(self, metadata: object) -> None:
+            pass
+
+        async def write(self, message: object) -> None:
+            await asyncio.sleep(0.02)
+
+    store = open_store("memory", 1000.0)
+    servicer = GenerationServicer(ToyCoordinator(store), SessionIds(bytes(SECRET_BYTES)))
+    await servicer.Generate(generation_pb2.GenerateRequest(tokens=generation_pb2.TokenSequence(ids=PROMPT)), Context())
+    await store.close()
+    assert taken_s
+    assert min(taken_s) >= 0.015
+
+
+def test_many_tenants_with_one_session_each_are_let_in(world: World) -> None:
+    num_in = 0
+    for number in range(30):
+        with suppress(OverloadedError):
+            world.enter(f"tenant {number}")
+            num_in += 1
+    assert num_in == int(8.0 * MARGIN)
+
+
+def test_a_long_deadline_gives_a_tenant_no_larger_share(world: World) -> None:
+    for tenant in ("one", "two"):
+        world.enter(tenant)
+    counts = list[int]()
+    for left_s in (8.0, 3600.0, None):
+        num_before = len(world.tickets)
+        counts.append(world.fill("greedy", left_s))
+        for ticket in world.tickets[num_before:]:
+            world.end(ticket, is_complete=False)
+    assert counts == [1, 1, 1]
+
+
 def test_no_deadline_is_no_reason_to_refuse(world: World) -> None:
     for _ in range(100):
         world.enter(left_s=None)
@@ -177,7 +284,7 @@ def test_texts_that_end_early_make_room_for_more(world: World) -> None:
 
 def test_prompts_ahead_count(world: World) -> None:
     world.load = TargetLoad(prompt_s=6.5)
-    with pytest.raises(OverloadedError, match=r"would take 7\.5 s"):
+    with pytest.raises(OverloadedError, match=r"would take 6\.5 s"):
         world.enter()
 
 
@@ -220,8 +327,18 @@ def test_a_tenant_that_is_always_refused_has_its_share_of_those_that_run(world: 
         world.fill("modest")
         world.now_s += STANDING_S
     world.empty()
-    world.fill("greedy")
-    world.enter("modest")
+    for _ in range(3):
+        world.enter("greedy", left_s=None)
+    for _ in range(2):
+        world.enter("modest")
+
+
+def test_a_share_is_of_sessions_that_would_meet_ones_own_deadline(world: World) -> None:
+    world.end(world.enter("other"), is_complete=False)
+    for _ in range(int(8.0 * CROWDED_MARGIN)):
+        world.enter("greedy", left_s=None)
+    with pytest.raises(OverloadedError, match="its caller waits"):
+        world.enter("greedy")
 
 
 def test_a_burst_of_one_tenant_is_cut_sooner_where_there_are_others(world: World) -> None:

@@ -168,7 +168,7 @@ def test_one_tenant_at_fifty_times_its_share_leaves_the_others_theirs() -> None:
     alone = served_in_time(Quotas(FAIR), 0.0)
     assert alone > 0.99
     assert served_in_time(Quotas(FAIR), GREED) >= 0.95 * alone
-    assert served_in_time(Quotas(), GREED) < 0.5 * alone, "without quotas it would not"
+    assert served_in_time(Quotas(), GREED) >= 0.95 * alone, "admission alone sees to it"
 
 
 async def test_quotas_are_each_tenants_own(tmp_path: Path) -> None:

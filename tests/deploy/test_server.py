@@ -22,8 +22,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.channel import open_channel
 from specdec.errors import InvalidArgumentError
 from specdec.serving.event_loop import Priority, ServiceLoop
+from specdec.serving.large_messages import QUICK_BYTES, LargeMessages
 from specdec.serving.process import CannotServe, supervised
-from specdec.serving.server import QUICK_BYTES, Server, run_process, run_service, serving
+from specdec.serving.server import Server, run_process, run_service, serving
 from specdec.v1 import target_pb2, target_pb2_grpc
 from target_service.settings import TargetSettings
 
@@ -82,6 +83,9 @@ async def test_health_tells_loading_from_ready() -> None:
     async def build(server: Server) -> AsyncIterator[None]:
         seen.append((await health(server.port, ""), await health(server.port, SERVICE)))
         assert await code_of_a_call(server.port) == grpc.StatusCode.UNAVAILABLE
+        async with open_channel(f"127.0.0.1:{server.port}") as channel:  # also one that sends nothing
+            silent = target_pb2_grpc.TargetServiceStub(channel).Score()
+            assert await asyncio.wait_for(silent.code(), 10.0) == grpc.StatusCode.UNAVAILABLE
         target_pb2_grpc.add_TargetServiceServicer_to_server(Answers(), server.grpc)
         yield
 
@@ -245,7 +249,7 @@ LARGE, SMALL = b"x" * (QUICK_BYTES + 1), b"x"
     ("kind", "request_bytes", "expected"),
     [
         ("unary_stream", SMALL, Priority.FIRST),  # it may be refused, until it is admitted
-        ("unary_stream", LARGE, Priority.IN_TURN),
+        ("unary_stream", LARGE, Priority.FIRST),  # it has waited in its line
         ("unary_unary", SMALL, Priority.IN_TURN),
         ("stream_stream", SMALL, Priority.IN_TURN),
     ],
@@ -271,8 +275,45 @@ async def test_what_goes_before_running_sessions(kind: str, request_bytes: bytes
     assert seen == [expected]
 
 
-async def test_large_messages_wait_in_a_line_and_small_ones_pass_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.serving.server.LARGE_BYTES_A_SECOND", len(LARGE) / 0.2)
+async def test_the_line_of_large_messages_is_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = list[tuple[str, int]]()
+
+    async def wait(_: LargeMessages, tenant: str, num_bytes: int) -> None:
+        waited.append((tenant, num_bytes))
+
+    monkeypatch.setattr(LargeMessages, "wait", wait)
+    monkeypatch.setattr("specdec.serving.server.current_tenant", lambda: "acme")
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(Answers(), server.grpc)
+        yield
+
+    async with serving(SETTINGS, SERVICE, build) as server:
+        assert await code_of_a_call(server.port) == grpc.StatusCode.OK
+    assert waited == [("acme", 0)]
+
+
+async def test_a_handler_of_grpcs_own_may_abort() -> None:
+    async def handle(request: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        raise AssertionError("not reached")
+
+    handlers: dict[str, Any] = {"GetTarget": grpc.unary_unary_rpc_method_handler(handle)}
+
+    @asynccontextmanager
+    async def build(server: Server) -> AsyncIterator[None]:
+        server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        yield
+
+    with structlog.testing.capture_logs() as logs:
+        async with serving(SETTINGS, SERVICE, build) as server:
+            assert await code_of_a_call(server.port) == grpc.StatusCode.NOT_FOUND
+    assert not [entry for entry in logs if entry["log_level"] == "error"]
+
+
+async def test_large_messages_wait_and_small_ones_pass_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.serving.large_messages.BYTES_A_SECOND", len(LARGE) / 0.2)
     came_s = list[tuple[bool, float]]()
 
     async def handle(request: bytes, context: Any) -> None:
@@ -287,13 +328,11 @@ async def test_large_messages_wait_in_a_line_and_small_ones_pass_it(monkeypatch:
 
     async with serving(SETTINGS, SERVICE, build) as server, open_channel(f"127.0.0.1:{server.port}") as channel:
         call: Any = channel.unary_stream("/a.Service/Call")
-        leaves = call(LARGE)
         calls = [call(LARGE) for _ in range(3)]
-        await asyncio.sleep(0.1)  # they have arrived
-        leaves.cancel()
+        await asyncio.sleep(0.05)  # they have arrived
         calls += [call(SMALL) for _ in range(3)]
         assert {await each.code() for each in calls} == {grpc.StatusCode.OK}
-    assert [is_large for is_large, _ in came_s] == [False] * 3 + [True] * 3  # one that left takes nobody's turn
+    assert [is_large for is_large, _ in came_s] == [False] * 3 + [True] * 3
     large_s = [at_s for is_large, at_s in came_s if is_large]
     assert all(later - sooner > 0.15 for sooner, later in pairwise(large_s))
 
