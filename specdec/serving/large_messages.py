@@ -9,11 +9,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
+from prometheus_client import Counter as CounterMetric
+
 from specdec.errors import OverloadedError
 
 QUICK_BYTES = 16 << 10  # a message that is not larger need not wait
 BYTES_A_SECOND = 50e6  # that are looked at: a fifth of the event loop's time
 MAX_WAITING_BYTES = 64 << 20
+
+NUM_REFUSED = CounterMetric("specdec_large_messages_refused", "Calls refused as too many bytes of large ones waited")
 
 
 class LargeMessages:
@@ -39,6 +43,7 @@ class LargeMessages:
     @asynccontextmanager
     async def _counted(self, tenant: str, num_bytes: int) -> AsyncIterator[None]:
         if self._waiting[tenant] + num_bytes > MAX_WAITING_BYTES - self._waiting.total():
+            NUM_REFUSED.inc()
             problem = f"{self._waiting.total()} bytes of large requests wait already"
             raise OverloadedError(f"{problem}; try again soon", limit="messages")
         self._waiting[tenant] += num_bytes

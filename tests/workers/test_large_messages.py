@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import OverloadedError
-from specdec.serving.large_messages import BYTES_A_SECOND, MAX_WAITING_BYTES, QUICK_BYTES, LargeMessages
+from specdec.serving.large_messages import BYTES_A_SECOND, MAX_WAITING_BYTES, NUM_REFUSED, QUICK_BYTES, LargeMessages
 from tests.simulation.loop import VirtualLoop
 
 SIZE = 1 << 20
@@ -73,7 +73,7 @@ def test_one_that_leaves_takes_nobodys_turn() -> None:
 
 
 def test_one_tenant_leaves_room_for_another_and_what_leaves_makes_room() -> None:
-    line, size = Line(), MAX_WAITING_BYTES // 8
+    line, size, num_refused = Line(), MAX_WAITING_BYTES // 8, NUM_REFUSED._value.get()
 
     async def work() -> None:
         waiting = [asyncio.create_task(line.send("greedy", size)) for _ in range(4)]
@@ -85,3 +85,4 @@ def test_one_tenant_leaves_room_for_another_and_what_leaves_makes_room() -> None
 
     line.run(work())
     assert len(line.let_in) == 10
+    assert NUM_REFUSED._value.get() == num_refused + 1
