@@ -1,7 +1,7 @@
 """One generation whose rounds run at another coordinator: its log is read as it grows, for those who follow it here.
 
-The log is asked for a few times a second, at once when the owner's lease may have lapsed. Once nobody has a lease, the
-followers claim the session: `OwnerLeft`.
+The log is asked for up to twenty times a second, at once when the owner's lease may have lapsed. Once nobody has a
+lease, the followers claim the session: `OwnerLeft`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from coordinator.session_replies import SessionCancelled
 from coordinator.sessions import SessionStore
 from specdec.errors import DataLossError, NotFoundError, UnavailableError
 
-FIRST_PAUSE_S, MAX_PAUSE_S, PAUSE_FACTOR = 0.1, 0.5, 1.5  # between two reads; the first after news
+FIRST_PAUSE_S, MAX_PAUSE_S, PAUSE_FACTOR = 0.05, 0.5, 1.5  # between two reads; the first after news
 LAPSE_S = 0.005  # after the end of a lease it has lapsed
 
 

@@ -12,7 +12,7 @@ import pytest
 from coordinator.running import RunningGeneration
 from coordinator.session_record import Status
 from coordinator.sessions import SessionStore, open_store
-from coordinator.tailing import TailedGeneration
+from coordinator.tailing import FIRST_PAUSE_S, TailedGeneration
 from specdec.errors import DataLossError, UnavailableError
 from specdec.types import FinishReason
 from tests.support.toy_coordinator import (
@@ -234,4 +234,4 @@ async def test_tails_read_a_few_times_a_second(owner: ToyCoordinator, monkeypatc
         while len(pauses) <= 20:  # only the test's time-out limits the wait
             await sleep(0.001)
         monkeypatch.undo()
-        assert 0.1 <= min(pauses) <= max(pauses) == pauses[-1] == 0.5
+        assert FIRST_PAUSE_S <= min(pauses) <= max(pauses) == pauses[-1] == 0.5

@@ -305,7 +305,7 @@ MISTAKES = [
         "coordinator.starting:SessionStarts._claimed_settled",
         "while self._store.unbroken_s < SETTLED_S:",
         "while False:",
-        271,
+        1220,
         ROLLBACK,
         hole="H4",
     ),
