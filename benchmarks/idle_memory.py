@@ -2,7 +2,8 @@
 
 Sessions are begun and have their first tokens; then the workers are stopped (SIGSTOP), so that every session is there,
 with its client, its streams to the workers and its record in the store, and nothing happens. The coordinator's memory
-(Linux's /proc) is compared with what it was before, after as many sessions have come and gone.
+(Linux's /proc) is compared with what it was before, after a few sessions have come and gone: what a process frees it
+keeps, and many sessions before would leave those that are measured room for nothing.
 
     python -m benchmarks.idle_memory --sessions 500 --draft-tokens 4
 """
@@ -25,6 +26,7 @@ from specdec.serving.local import CannotRun, Options, running
 
 MAX_TOKENS = 2048
 SETTLE_S = 3.0
+WARM_UP = 4  # sessions
 
 
 def private_bytes(pid: int) -> int:
@@ -63,16 +65,19 @@ async def measure(flags: argparse.Namespace, folder: Path) -> None:
     async with running(options, print_errors) as services:
         workers = [child for child in services.children if "worker" in child.name]
         pid = next(child.pid for child in services.children if child.name == "coordinator")
-        for name in ("warm-up", f"{flags.sessions} sessions"):
+        for num_sessions in (WARM_UP, flags.sessions):
             async with AsyncClient(services.address, timeout_s=600) as client:
                 before = private_bytes(pid)
                 async with AsyncExitStack() as stack:
-                    begun = (_begun(client, stack, number, flags.draft_tokens) for number in range(flags.sessions))
+                    begun = (_begun(client, stack, number, flags.draft_tokens) for number in range(num_sessions))
                     await asyncio.gather(*begun)
                     with stopped(workers):
                         await asyncio.sleep(SETTLE_S)
                         grown = private_bytes(pid) - before
-                        print(f"{name}: {grown / 1e6:.1f} MB, {grown / 1e3 / flags.sessions:.1f} kB each", flush=True)
+                        print(
+                            f"{num_sessions} sessions: {grown / 1e6:.1f} MB, {grown / 1e3 / num_sessions:.1f} kB each",
+                            flush=True,
+                        )
             await asyncio.sleep(SETTLE_S)
 
 
