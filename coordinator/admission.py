@@ -25,6 +25,12 @@ SMOOTHING = 0.05  # weight of the latest measurement
 # chunks of each session that the time of a token is smoothed over: one round of many sessions takes from a fifth to
 # five times the mean, and a few quick rounds would let dozens of sessions in
 SMOOTHED_ROUNDS = 20
+# with fewer chunks and sessions nobody is refused: one of so few chunks may have waited for a worker that was replaced,
+# and a crowd must not come in before it is known what it takes
+FEW_CHUNKS, FEW_SESSIONS = 20, 4
+# times the usual time of a chunk that one of them counts as, at most: a process that stood still for seconds, or a
+# worker that was replaced, says nothing of the rounds to come. What really is slower is known a few rounds later
+LONGEST_CHUNK, LONGEST_CHUNK_S = 10.0, 0.1  # so many seconds count as they are
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second
 MARGIN = 0.7
@@ -143,7 +149,7 @@ class Admission:
         if ticket.last_s is not None and num_tokens and not _took_long(ticket, now_s):
             self._measured_s = now_s
             weight = 1 / (SMOOTHED_ROUNDS * len(self._tickets))
-            self._chunk_s.observe(now_s - ticket.last_s, weight)
+            self._chunk_s.observe(min(now_s - ticket.last_s, self._longest_chunk_s), weight)
             self._chunk_tokens.observe(num_tokens, weight)
             self._at_number.observe(len(self._tickets), weight)
         ticket.num_done += num_tokens
@@ -204,10 +210,17 @@ class Admission:
             place_s = (self._session_s.value or 0.0) * load.num_without_place / load.num_resident
         return place_s + load.prompt_s + load.prompt_token_s * num_prompt_tokens
 
+    @property
+    def _longest_chunk_s(self) -> float:
+        """What the time of one chunk counts as, at most."""
+        usual_s = self._chunk_s.value
+        return math.inf if usual_s is None else max(LONGEST_CHUNK_S, LONGEST_CHUNK * usual_s)
+
     def _pace_s(self) -> float | None:
-        """Return the time of a token in each session, divided by their number; None before any was measured."""
+        """Return the time of a token in each session, divided by their number; None while that is not known."""
         chunk_s, chunk_tokens, number = self._chunk_s.value, self._chunk_tokens.value, self._at_number.value
-        if chunk_s is None or not chunk_tokens or not number:
+        is_known = self._chunk_s.number >= FEW_CHUNKS or len(self._tickets) >= FEW_SESSIONS
+        if not is_known or chunk_s is None or not chunk_tokens or not number:
             return None
         return chunk_s / chunk_tokens / number
 

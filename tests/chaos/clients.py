@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from specdec.client import AsyncClient
 from specdec.completion import Chunk, SessionStatus
-from specdec.errors import SpecdecError
+from specdec.errors import OverloadedError, SpecdecError
 from specdec.retry import Retry
 from specdec.stream import AsyncStream
 from specdec.types import SamplingParams, SpeculationParams
@@ -169,6 +169,7 @@ class Clients:
 
     def _note_retry(self, retry: Retry) -> None:
         self._ledger.num_retries += 1
+        self._ledger.num_refused += isinstance(retry.failure, OverloadedError)
 
 
 # ---- mistakes of clients, which the ledger must find

@@ -79,6 +79,7 @@ class Ledger:
     num_tokens: int = 0
     num_compared: int = 0  # of these, with a run without faults
     num_retries: int = 0
+    num_refused: int = 0  # of these, for want of room: the service says when to come back, and clients wait so long
     news: asyncio.Event = field(default_factory=asyncio.Event)  # set by each chunk
 
     def violated(self, session: Session, kind: str, what: str) -> None:

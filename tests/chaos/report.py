@@ -21,7 +21,7 @@ def report(result: Result) -> str:
             *_table(result),
             "",
             f"sessions {len(ledger.sessions)}, by {sum(len(session.views) for session in ledger.sessions)} clients; "
-            f"retries {ledger.num_retries}; {result.elapsed_s:.0f} s",
+            f"retries {ledger.num_retries}, of these refused {ledger.num_refused}; {result.elapsed_s:.0f} s",
             f"tokens {ledger.num_tokens}, of these {ledger.num_compared} compared with a run without faults",
             "streams ended: "
             + (", ".join(f"{how} {count}" for how, count in sorted(ledger.endings.items())) or "none"),

@@ -10,6 +10,7 @@ import pytest
 from coordinator.admission import (
     CALM_S,
     CROWDED_MARGIN,
+    FEW_CHUNKS,
     MARGIN,
     STALE_S,
     STANDING_CROWDED_MARGIN,
@@ -128,6 +129,31 @@ def test_a_burst_may_queue_again_after_a_pause(world: World) -> None:
     world.empty()
     world.now_s += 1.1 * CALM_S
     assert world.fill() == int(8.0 * MARGIN)
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2, 3])
+@pytest.mark.parametrize("num_before", [1, 2, 5, 20, 100])
+def test_a_coordinator_that_stood_still_for_seconds_refuses_nobody_for_it(num_sessions: int, num_before: int) -> None:
+    """However few chunks it had measured: a client that is refused stays away for longer than this passes."""
+    world = World()
+    for _ in range(num_sessions):
+        world.enter(num_tokens=400, left_s=300.0)
+    world.run(1 + num_before)
+    world.now_s += 8.0
+    for _ in range(2 * FEW_CHUNKS):
+        world.run()
+        world.admission.check("", 10, 400, 300.0)
+
+
+def test_a_service_that_has_become_slower_is_known_as_such_after_some_rounds(world: World) -> None:
+    for _ in range(3):
+        world.enter(num_tokens=1000, left_s=1000.0)
+    world.run(100)
+    for _ in range(30):
+        world.now_s += 29 * TOKEN_S * len(world.tickets)
+        world.run()
+    with pytest.raises(OverloadedError):
+        world.enter(left_s=0.8 * 30 * TOKEN_S * LENGTH * 4)
 
 
 def test_a_few_quick_rounds_let_nobody_in(world: World) -> None:
@@ -402,9 +428,9 @@ async def test_refused_requests_write_nothing() -> None:
     request = generation_pb2.GenerateRequest(tokens=generation_pb2.TokenSequence(ids=PROMPT))
     running = SessionName.of("", "running")
     ticket = await coordinator.begin(request, running, left_s=8.0)
-    coordinator.admission.progress(ticket, 1)
-    await asyncio.sleep(0.01)
-    coordinator.admission.progress(ticket, 1)
+    for _ in range(1 + FEW_CHUNKS):
+        coordinator.admission.progress(ticket, 1)
+        await asyncio.sleep(0.001)
     with pytest.raises(OverloadedError) as refused:
         await coordinator.begin(request, SessionName.of("", "refused"), left_s=0.001)
     assert refused.value.retry_after_s
