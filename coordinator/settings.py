@@ -90,7 +90,7 @@ class CoordinatorSettings(ClientFacingSettings):
     )
     canary_share: float = Field(0.0, ge=0, le=1, description="that share: 0 none of them, 1 all")
     ping_period_s: float = Field(
-        1.0, ge=0.5, description="seconds of silence after which a connection to a worker with running calls is tested"
+        0.75, ge=0.5, description="seconds of silence after which a connection to a worker with running calls is tested"
     )
     ping_timeout_s: float = Field(
         1.5, ge=0.1, description="seconds that a worker has to answer such a test; then its connection counts as lost"

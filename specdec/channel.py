@@ -26,7 +26,7 @@ class Pings:
     `timeout_s` counts as lost too.
     """
 
-    period_s: float = 1.0
+    period_s: float = 0.75
     timeout_s: float = 1.5
 
     def options(self) -> tuple[tuple[str, int], ...]:

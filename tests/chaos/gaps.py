@@ -15,6 +15,7 @@ from pathlib import Path
 from signal import SIGKILL
 from statistics import median
 
+from coordinator.healing import SETTLED_S
 from specdec.types import SamplingParams, SpeculationParams
 from tests.chaos.clients import Behaviour, Clients
 from tests.chaos.faults import Fault, Faults
@@ -26,7 +27,7 @@ from tests.chaos.service import Models, Service, Size, running_service
 
 NUM_STREAMS = 6
 NUM_TOKENS = 400
-QUIET_S = 2.0  # between two faults
+QUIET_S = 2.0  # between two faults; after one of the store also until it has settled: new sessions wait for that
 HANG_S = 8.0  # longer than any limit
 # the limit of a client's wait in seconds, and how long the fault lasts; a process that is killed is away for a quarter
 LIMITS_S = {
@@ -74,6 +75,8 @@ async def waits_s(service: Service, kind: str, times: int, chance: random.Random
         faults = Faults(service, ledger)
         for _ in range(times):
             await asyncio.sleep(QUIET_S * (1 + chance.random()))
+            if kind.startswith("store"):
+                await asyncio.sleep(SETTLED_S)
             await faults.make(Fault(kind, chance.randrange(1 << 16), LIMITS_S[kind][1]))
             await _all_go_on(ledger)
             waits.append(gaps_s(ledger, faults.done[-1]))
