@@ -28,9 +28,10 @@ SMOOTHED_ROUNDS = 20
 # with fewer chunks and sessions nobody is refused: one of so few chunks may have waited for a worker that was replaced,
 # and a crowd must not come in before it is known what it takes
 FEW_CHUNKS, FEW_SESSIONS = 20, 4
-# times the usual time of a chunk that one of them counts as, at most: a process that stood still for seconds, or a
-# worker that was replaced, says nothing of the rounds to come. What really is slower is known a few rounds later
-LONGEST_CHUNK, LONGEST_CHUNK_S = 10.0, 0.1  # so many seconds count as they are
+# times the usual time of a chunk that one of them counts as, at most: a process that stood still for seconds, a worker
+# that was replaced, or a lease that had to lapse, says nothing of the rounds to come. What really is slower is known a
+# few rounds later. So many seconds count as they are
+LONGEST_CHUNK, LONGEST_CHUNK_S = 10.0, 0.1
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second
 MARGIN = 0.7
@@ -76,6 +77,23 @@ class Smoothed:
         self.value = before + max(weight, 1 / self.number) * (measured - before)
 
 
+class ChunkTime(Smoothed):
+    """The time of a chunk, which single ones that took far longer do not change much."""
+
+    def observe(self, measured: float, weight: float = SMOOTHING) -> None:
+        """Move towards a measurement; among the first chunks it may be those before that were the exception."""
+        if self.value is not None:
+            if self.number < FEW_CHUNKS:
+                self.value = min(self.value, _longest_s(measured))
+            measured = min(measured, _longest_s(self.value))
+        Smoothed.observe(self, measured, weight)
+
+
+def _longest_s(usual_s: float) -> float:
+    """Return what the time of one chunk counts as, at most."""
+    return max(LONGEST_CHUNK_S, LONGEST_CHUNK * usual_s)
+
+
 @dataclass(slots=True)
 class Asking:
     """When a tenant last asked, and since when it has been refused without a pause, on the clock of Outside."""
@@ -105,7 +123,7 @@ class Admission:
     _tickets: dict[int, Ticket] = field(default_factory=dict)  # by identity
     _of_tenant: Counter[str] = field(default_factory=Counter)
     _asking: dict[str, Asking] = field(default_factory=dict)  # by tenant
-    _chunk_s: Smoothed = field(default_factory=Smoothed)
+    _chunk_s: ChunkTime = field(default_factory=ChunkTime)
     _chunk_tokens: Smoothed = field(default_factory=Smoothed)
     _at_number: Smoothed = field(default_factory=Smoothed)  # of sessions, that these were measured with
     _measured_s: float = -math.inf
@@ -149,7 +167,7 @@ class Admission:
         if ticket.last_s is not None and num_tokens and not _took_long(ticket, now_s):
             self._measured_s = now_s
             weight = 1 / (SMOOTHED_ROUNDS * len(self._tickets))
-            self._chunk_s.observe(min(now_s - ticket.last_s, self._longest_chunk_s), weight)
+            self._chunk_s.observe(now_s - ticket.last_s, weight)
             self._chunk_tokens.observe(num_tokens, weight)
             self._at_number.observe(len(self._tickets), weight)
         ticket.num_done += num_tokens
@@ -209,12 +227,6 @@ class Admission:
         if load.num_without_place and load.num_resident:
             place_s = (self._session_s.value or 0.0) * load.num_without_place / load.num_resident
         return place_s + load.prompt_s + load.prompt_token_s * num_prompt_tokens
-
-    @property
-    def _longest_chunk_s(self) -> float:
-        """What the time of one chunk counts as, at most."""
-        usual_s = self._chunk_s.value
-        return math.inf if usual_s is None else max(LONGEST_CHUNK_S, LONGEST_CHUNK * usual_s)
 
     def _pace_s(self) -> float | None:
         """Return the time of a token in each session, divided by their number; None while that is not known."""
