@@ -93,7 +93,7 @@ class CoordinatorSettings(ClientFacingSettings):
         0.75, ge=0.5, description="seconds of silence after which a connection to a worker with running calls is tested"
     )
     ping_timeout_s: float = Field(
-        1.5, ge=0.1, description="seconds that a worker has to answer such a test; then its connection counts as lost"
+        1.25, ge=0.1, description="seconds that a worker has to answer such a test; then its connection counts as lost"
     )
     worker_tls_ca: Path | None = Field(
         None, description="PEM file of authorities; workers need a certificate of one of them. Unset: plain text"

@@ -27,7 +27,7 @@ class Pings:
     """
 
     period_s: float = 0.75
-    timeout_s: float = 1.5
+    timeout_s: float = 1.25
 
     def options(self) -> tuple[tuple[str, int], ...]:
         """Return the options of a channel or a server."""
@@ -42,7 +42,7 @@ class Pings:
 
 QUICK_PINGS = Pings()
 PATIENT_PINGS = Pings(10.0, 20.0)  # for large messages over slow connections, and where nothing waits for the news
-MAX_QUICK_BYTES = 64 << 10  # the largest request to send with quick pings: 43 kB a second carry it in time
+MAX_QUICK_BYTES = 64 << 10  # the largest request to send with quick pings: 51 kB a second carry it in time
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
