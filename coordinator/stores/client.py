@@ -26,7 +26,7 @@ from specdec.retry import RetryPolicy
 PATIENCE_S = 30.0  # most failovers are over by then
 WAIT_TIMEOUT_MS = 1000  # below the connection's own time-out
 MAX_REDIRECTIONS = 5  # in a row, without a pause
-RETRY = RetryPolicy(first_s=0.02, maximum_s=1.0)
+RETRY = RetryPolicy(first_s=0.02, maximum_s=0.4)
 KEEPS_ALL = "noeviction"
 Answer = TypeVar("Answer")
 
