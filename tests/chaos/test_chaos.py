@@ -3,21 +3,24 @@
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
+from signal import SIGSTOP
 
 import pytest
 import pytest_asyncio
 
 from specdec.completion import Chunk, Completion, Finish, Usage
-from specdec.errors import DataLossError, UnavailableError
+from specdec.errors import DataLossError, OverloadedError, SpecdecError, UnavailableError
 from specdec.types import FinishReason, SamplingParams, SpeculationParams, Statistics, TokenOrigin
 from tests.chaos import soak
 from tests.chaos.faults import Done, drawn_faults, kinds_of
 from tests.chaos.ledger import Ledger, Session, Text, View
 from tests.chaos.mistakes import OF_CLIENTS, OF_PROCESSES
+from tests.chaos.models import save_models
 from tests.chaos.processes import Nursery, nursery
 from tests.chaos.report import gaps_s, how_to_repeat, report
 from tests.chaos.run import Plan, run
-from tests.chaos.service import Size
+from tests.chaos.service import Models, Size, running_service
 
 SMALL = Size(num_coordinators=2)
 ACCEPTED, RECOVERED, BONUS = TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED, TokenOrigin.BONUS
@@ -52,6 +55,31 @@ async def test_mistakes_are_found(forks: Nursery, mistake: str) -> None:
 async def test_short_soak(forks: Nursery) -> None:
     plan = soak.Plan(num_faults=6, seed=3, fault_s=1.0, longest_fault_s=1.0, calibration_s=1.0, look_s=0.5)
     assert await soak.soak(plan, forks) == []
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_lease_that_had_to_lapse_is_no_reason_to_refuse_others(forks: Nursery, tmp_path: Path) -> None:
+    """A new coordinator's first measured chunk took 2 s: one came from the log, the next after a claim."""
+    models, refusals = Models(*save_models(tmp_path)), list[SpecdecError]()
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=400, ignore_eos=True)
+    async with (
+        running_service(forks, tmp_path, models, Size(num_coordinators=2, num_targets=1, num_drafts=0)) as service,
+        service.client(0, 300.0) as first,
+        service.client(1, 300.0, on_retry=lambda retry: refusals.append(retry.failure)) as second,
+    ):
+        owner, _ = service.parts["coordinator"]
+        async with first.generate(prompt_token_ids=(1, 2, 3), sampling=sampling) as stream:
+            chunks = [await anext(stream) for _ in range(10)]
+            owner.send(SIGSTOP)
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        async with (
+            second.resume(chunks[0].session_id, offset=num_tokens - 1) as resumed,
+            second.generate(prompt_token_ids=(1, 2, 4), sampling=sampling) as other,
+        ):
+            for _ in range(2):
+                await anext(resumed)
+            await anext(other)
+    assert not any(isinstance(failure, OverloadedError) for failure in refusals)
 
 
 def test_soak_finds_what_grows() -> None:
