@@ -106,11 +106,12 @@ def refused_requests(word: str) -> list[dict[str, Any]]:
     """Return requests with a canary that are refused, each for another reason."""
     prompt = f"t5 {word}"
     return [
+        # first, as that session lives for seconds; short, so that no machine is too slow to let it in
+        {"prompt": prompt, "request_id": "reused", "max_new_tokens": 2},
         {"prompt": prompt, "request_id": "x" * 300},
         {"prompt": prompt, "max_new_tokens": 10**6},
         {"prompt": prompt, "logit_bias": {10**6: 1.0}},
         {"prompt": prompt, "speculation": SpeculationParams(drafter="nothing")},
-        {"prompt": prompt, "request_id": "reused"},
         {"messages": [("user", prompt)]},
     ]
 

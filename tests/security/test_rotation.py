@@ -35,23 +35,28 @@ class Load:
     def __init__(self, secure: SecureCluster) -> None:
         self._secure = secure
         self.token = "a-token-of-acme"
-        self.num_done = 0
+        self.num_done_by = [0] * NUM_CLIENTS
         self.failures: list[str] = []
 
-    async def run(self, is_signed: bool) -> None:
-        """Complete sessions until cancelled."""
+    @property
+    def num_done(self) -> int:
+        """Sessions that are complete."""
+        return sum(self.num_done_by)
+
+    async def run(self, number: int) -> None:
+        """Complete sessions until cancelled; every other client signs its tokens."""
         secure = self._secure
         while True:
-            token = secure.issuer.sign if is_signed else (lambda: self.token)
+            token = (lambda: self.token) if number % 2 else secure.issuer.sign
             async with AsyncClient(secure.address, tls=secure.client, token=token, max_retries=3) as client:
                 for _ in range(2):
-                    await self._complete(client)
+                    await self._complete(client, number)
 
-    async def _complete(self, client: AsyncClient) -> None:
+    async def _complete(self, client: AsyncClient, number: int) -> None:
         try:
             completion = await client.complete(prompt_token_ids=[5, 6, 7], sampling=SAMPLING, timeout_s=20)
             assert len(completion.tokens) == SAMPLING.max_new_tokens
-            self.num_done += 1
+            self.num_done_by[number] += 1
         except Exception as error:
             self.failures.append(f"{type(error).__name__}: {error}")
 
@@ -60,7 +65,7 @@ async def test_rotation_under_load_fails_no_session(rotated: SecureCluster) -> N
     """A new authority is trusted beside the old one, then certificates change, then the old one goes."""
     load, old = Load(rotated), rotated.authority
     async with AsyncExitStack() as stack:
-        tasks = [asyncio.create_task(load.run(is_signed=number % 2 == 0)) for number in range(NUM_CLIENTS)]
+        tasks = [asyncio.create_task(load.run(number)) for number in range(NUM_CLIENTS)]
         stack.callback(lambda: [task.cancel() for task in tasks])
         for number in range(NUM_ROUNDS):
             new = Authority(f"authority {number}")
@@ -89,7 +94,7 @@ async def rotate_tokens(secure: SecureCluster, load: Load, number: int) -> None:
     await asyncio.sleep(NOTICED_S)
     load.token = new
     secure.issuer.switch()
-    await asyncio.sleep(0.5)  # calls that began with the old token are let in by now
+    await until_each_has_more(load)  # what began with the old token is over
     write_tokens(secure.folder / "tokens.toml", {"acme": [new]})
     await asyncio.sleep(NOTICED_S)
     async with AsyncClient(secure.address, tls=secure.client, token=old) as client:
@@ -101,4 +106,12 @@ async def until_more(load: Load, count: int) -> None:
     """Wait until so many sessions are done, or one has failed."""
     async with asyncio.timeout(30):
         while load.num_done < count and not load.failures:  # noqa: ASYNC110  # other tasks count
+            await asyncio.sleep(0.05)
+
+
+async def until_each_has_more(load: Load) -> None:
+    """Wait until every client has completed a session, or one has failed."""
+    before = list(load.num_done_by)
+    async with asyncio.timeout(30):
+        while any(map(int.__le__, load.num_done_by, before)) and not load.failures:  # noqa: ASYNC110  # as above
             await asyncio.sleep(0.05)
