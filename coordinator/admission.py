@@ -28,10 +28,11 @@ SMOOTHED_ROUNDS = 20
 # with fewer chunks and sessions nobody is refused: one of so few chunks may have waited for a worker that was replaced,
 # and a crowd must not come in before it is known what it takes
 FEW_CHUNKS, FEW_SESSIONS = 20, 4
-# times the usual time of a chunk that one of them counts as, at most: a process that stood still for seconds, a worker
-# that was replaced, or a lease that had to lapse, says nothing of the rounds to come. What really is slower is known a
-# few rounds later. So many seconds count as they are
-LONGEST_CHUNK, LONGEST_CHUNK_S = 10.0, 0.1
+# times the usual time of a chunk that one of the first of them counts as, at most, and one of the later ones: a process
+# that stood still for seconds, a worker that was replaced, or a lease that had to lapse, says little of the rounds to
+# come. Places in the cache that sessions have in turn do, and make one chunk in hundreds as long as many. So many
+# seconds count as they are
+LONGEST_OF_FIRST, LONGEST_OF_LATER, LONGEST_S = 10.0, 100.0, 0.1
 # of a deadline that a prediction may take: it is not exact. Where a machine loses half of its speed for seconds, 0.85
 # let half of all sessions end late at 5 times the capacity; 0.7 costs nothing: fewer at once are as many a second
 MARGIN = 0.7
@@ -83,15 +84,11 @@ class ChunkTime(Smoothed):
     def observe(self, measured: float, weight: float = SMOOTHING) -> None:
         """Move towards a measurement; among the first chunks it may be those before that were the exception."""
         if self.value is not None:
+            factor = LONGEST_OF_FIRST if self.number < FEW_CHUNKS else LONGEST_OF_LATER
             if self.number < FEW_CHUNKS:
-                self.value = min(self.value, _longest_s(measured))
-            measured = min(measured, _longest_s(self.value))
+                self.value = min(self.value, max(LONGEST_S, factor * measured))
+            measured = min(measured, max(LONGEST_S, factor * self.value))
         Smoothed.observe(self, measured, weight)
-
-
-def _longest_s(usual_s: float) -> float:
-    """Return what the time of one chunk counts as, at most."""
-    return max(LONGEST_CHUNK_S, LONGEST_CHUNK * usual_s)
 
 
 @dataclass(slots=True)

@@ -131,21 +131,31 @@ def test_a_burst_may_queue_again_after_a_pause(world: World) -> None:
     assert world.fill() == int(8.0 * MARGIN)
 
 
-@pytest.mark.parametrize("left_s", [300.0, 100.0])
 @pytest.mark.parametrize("num_sessions", [1, 2, 3])
 @pytest.mark.parametrize("num_before", [0, 1, 2, 5, 20, 100])
-def test_a_coordinator_that_stood_still_for_seconds_refuses_nobody_for_it(
-    num_sessions: int, num_before: int, left_s: float
-) -> None:
+def test_a_coordinator_that_stood_still_for_seconds_refuses_nobody_for_it(num_sessions: int, num_before: int) -> None:
     """However few chunks it had measured: a client that is refused stays away for longer than this lasts."""
     world = World()
     for _ in range(num_sessions):
         world.enter(num_tokens=400, left_s=300.0)
     world.run(1 + num_before)
     world.now_s += 8.0
+    left_s = 100.0 if num_before * num_sessions < FEW_CHUNKS else 300.0
     for _ in range(2 * FEW_CHUNKS):
         world.run()
         world.admission.check("", 10, 400, left_s)
+
+
+def test_long_chunks_that_come_again_and_again_count_as_they_are() -> None:
+    """As where sessions have places in the cache in turn: one chunk in 20 takes 0.5 s, the others 0.01 s."""
+    world = World()
+    world.enter(num_tokens=10_000, left_s=10_000.0)
+    for number in range(2000):
+        world.now_s += 0.49 if number % 20 == 0 else 0.0
+        world.run()
+    world.admission.check("", 10, LENGTH, 14.0)  # 100 tokens at 0.02 to 0.045 s, and twice that with two sessions
+    with pytest.raises(OverloadedError):
+        world.admission.check("", 10, LENGTH, 5.0)
 
 
 def test_a_service_that_has_become_slower_is_known_as_such_after_some_rounds(world: World) -> None:
