@@ -29,7 +29,7 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 RETRY = RetryPolicy(first_s=0.25, maximum_s=8.0)  # rounds go on without a draft meanwhile
 MIN_ROUND_S = 2.0  # the least that a proposal is waited for: a busy machine may pause for a second
 ROUND_FACTOR = 4.0
-CHECKS = Checks(after_s=0.25, timeout_s=0.4, needs_other=False)  # a round goes on without a draft
+CHECKS = Checks(after_s=0.25, timeout_s=0.5, needs_other=False)  # a round goes on without a draft
 MAX_PENDING_OBSERVATIONS = 256  # observed tokens kept for the next draft request: 6 MB at 3 layers of 4,096
 MAX_PENDING_BYTES = 8 << 20  # of these: half of the largest message
 REFUSED_FAILURES = 8  # failures to count after a refusal: a repeated request will be refused again, so wait longest
