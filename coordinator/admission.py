@@ -84,11 +84,12 @@ class ChunkTime(Smoothed):
     def observe(self, measured: float, weight: float = SMOOTHING) -> None:
         """Move towards a measurement; among the first chunks it may be those before that were the exception."""
         if self.value is not None:
-            factor = LONGEST_OF_FIRST if self.number < FEW_CHUNKS else LONGEST_OF_LATER
-            if self.number < FEW_CHUNKS:
+            is_first = self.number < FEW_CHUNKS
+            factor = LONGEST_OF_FIRST if is_first else LONGEST_OF_LATER
+            if is_first:
                 self.value = min(self.value, max(LONGEST_S, factor * measured))
             measured = min(measured, max(LONGEST_S, factor * self.value))
-        Smoothed.observe(self, measured, weight)
+        super().observe(measured, weight)
 
 
 @dataclass(slots=True)
