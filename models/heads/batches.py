@@ -1,7 +1,7 @@
 """Batches of samples of similar length, and the held-out ones that no head is trained on."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,9 @@ from models.heads.samples import Sample, SampleReader
 
 HELD_OUT_EVERY = 23  # samples: prime to the kinds and temperatures, which take turns
 SORTED_AT_ONCE = 16  # batches whose samples are sorted by length, so that little is padded
+
+StatesOf = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the states [N, T, layers, hidden_size] of tokens [N, T]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +33,21 @@ class Batch:
 class Samples:
     """The samples of some stores, in two parts."""
 
-    def __init__(self, readers: Sequence[SampleReader], max_tokens: int) -> None:
-        """Count samples with an answer; `max_tokens` cuts longer ones."""
+    def __init__(
+        self,
+        readers: Sequence[SampleReader],
+        max_tokens: int,
+        device: torch.device | None = None,
+        states_of: StatesOf | None = None,
+    ) -> None:
+        """Count samples with an answer; `max_tokens` cuts longer ones.
+
+        Batches are on the `device`, by default the CPU, with the states of the stores, or those that `states_of` gives.
+        """
         self._readers = readers
         self._max_tokens = max_tokens
+        self._device = device
+        self._states_of = states_of
         places = [
             (reader, index)
             for reader in readers
@@ -94,9 +108,13 @@ class Samples:
 
     def _batch(self, samples: Sequence[Sample]) -> Batch:
         most = self._max_tokens
-        tokens = pad_sequence([sample.tokens[:most] for sample in samples], batch_first=True)
-        states = pad_sequence([sample.states[:most].float() for sample in samples], batch_first=True)
+        tokens = pad_sequence([sample.tokens[:most] for sample in samples], batch_first=True).to(self._device)
+        if self._states_of is None:
+            states = pad_sequence([sample.states[:most] for sample in samples], batch_first=True).to(self._device)
+        else:
+            states = self._states_of(tokens)
         places = torch.arange(tokens.shape[1])
         begins = torch.tensor([sample.entry.num_prompt_tokens for sample in samples])
         ends = torch.tensor([min(sample.entry.num_tokens, most) for sample in samples])
-        return Batch(tokens, states, (places >= begins[:, None]) & (places < ends[:, None]))
+        is_answer = (places >= begins[:, None]) & (places < ends[:, None])
+        return Batch(tokens, states.float(), is_answer.to(self._device))

@@ -44,7 +44,7 @@ class DFlashObjective:
     def __init__(self, head: DFlashHead, target: TargetParts) -> None:
         self.head = head
         self._target = target
-        self._random = torch.Generator().manual_seed(0)
+        self._random = torch.Generator(target.device).manual_seed(0)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the mean loss over the tokens of blocks, later tokens weighing less."""
@@ -53,7 +53,7 @@ class DFlashObjective:
         with torch.no_grad():
             wanted = self.head.lm_head(finals[rows[counts]])
         losses = soft_cross_entropy(logits[counts], wanted)
-        places = torch.arange(logits.shape[1]).expand_as(counts)[counts]
+        places = torch.arange(logits.shape[1], device=logits.device).expand_as(counts)[counts]
         weights = torch.exp(-places / DECAY_TOKENS)
         return (weights * losses).sum() / weights.sum()
 
@@ -71,26 +71,28 @@ class DFlashObjective:
     def _predicted(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits [R, B - 1, D] of R blocks, the token after which each predicts [R, B - 1], and which count."""
         num_samples, length = batch.tokens.shape
+        device = batch.tokens.device
         anchors, is_anchor = self._anchors(batch)
-        positions = torch.arange(length).expand(num_samples, -1)
+        positions = torch.arange(length, device=device).expand(num_samples, -1)
         hidden, angles = self.head.begin(batch.tokens.gather(1, anchors), anchors)
         for layer, context in zip(self.head.layers, self.head.offered(batch.states[:, :, :-1], positions), strict=True):
             assert isinstance(layer, Layer)
             own = layer.project(hidden, angles)
             hidden = layer.finish(hidden, _attended(own, context, anchors))
         logits = self.head.logits(hidden)
-        after = anchors[..., None] + torch.arange(BLOCK_SIZE - 1)  # each predicts the token after these
+        after = anchors[..., None] + torch.arange(BLOCK_SIZE - 1, device=device)  # each predicts the token after these
         is_inside = after + 1 < length
         following = torch.where(is_inside, after + 1, 0)
         counts = is_anchor[..., None] & is_inside & taken(batch.is_answer, following.flatten(1)).view_as(following)
-        rows = torch.arange(num_samples)[:, None, None] * length + torch.where(is_inside, after, 0)
+        rows = torch.arange(num_samples, device=device)[:, None, None] * length + torch.where(is_inside, after, 0)
         return logits.flatten(0, 1), rows.flatten(0, 1), counts.flatten(0, 1)
 
     def _anchors(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return random tokens before those of answers [N, M], and which of them are no padding."""
         may_begin = nn.functional.pad(batch.is_answer[:, 1:], (0, 1))
         num_most = max(1, int(ANCHOR_PART * int(may_begin.sum(dim=1).max())))
-        chosen = (torch.rand(may_begin.shape, generator=self._random) + may_begin).topk(num_most, dim=1).indices
+        order = torch.rand(may_begin.shape, generator=self._random, device=may_begin.device) + may_begin
+        chosen = order.topk(num_most, dim=1).indices
         return chosen, may_begin.gather(1, chosen)
 
 
@@ -100,7 +102,7 @@ def _attended(own: Projected, context: KeysAndValues, anchors: torch.Tensor) -> 
     length, num_kv_heads, size = keys.shape[1:]
     grouped = own.query.unflatten(3, (num_kv_heads, -1)) * size**-0.5  # [N, M, B, kv_heads, group, size]
     scores = torch.einsum("nmbkgd,nlkd->nmbkgl", grouped, keys).float()
-    is_hidden = torch.arange(length) >= anchors[..., None]
+    is_hidden = torch.arange(length, device=anchors.device) >= anchors[..., None]
     scores = scores.masked_fill(is_hidden[:, :, None, None, None], float("-inf"))
     own_scores = torch.einsum("nmbkgd,nmckd->nmbkgc", grouped, own.key).float()
     weights = torch.cat((scores, own_scores), dim=-1).softmax(dim=-1).to(own.query.dtype)

@@ -38,7 +38,7 @@ class DraftObjective:
         self.head: nn.Module = model
         self._model = model
         self._target = target
-        self._random = torch.Generator().manual_seed(0)
+        self._random = torch.Generator(target.device).manual_seed(0)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the mean loss over a part of the answers' tokens."""
@@ -47,14 +47,15 @@ class DraftObjective:
 
     def agreement(self, batch: Batch) -> Agreement:
         """Return how the choices of the next token fare."""
-        counter = DepthCounter(torch.arange(self._target.vocab_size))
+        counter = DepthCounter(torch.arange(self._target.vocab_size, device=self._target.device))
         counter.add(*self._predicted(batch))
         return counter.agreement
 
     def _predicted(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return logits [R, V], the target's [R, V], and the tokens that came [R]."""
         counts = batch.is_answer[:, 1:]
-        counts = counts & (torch.rand(counts.shape, generator=self._random) < ANSWER_PART)
+        drawn = torch.rand(counts.shape, generator=self._random, device=counts.device)
+        counts = counts & (drawn < ANSWER_PART)
         states = self._model.model(input_ids=batch.tokens[:, :-1]).last_hidden_state
         wanted = batch.states[:, :-1, -1][counts].float() @ self._target.head.T
         return self._model.lm_head(states[counts]), wanted, batch.tokens[:, 1:][counts]

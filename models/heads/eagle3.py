@@ -53,7 +53,7 @@ class Pairs:
     def subset(self, part: float, generator: torch.Generator) -> tuple["Pairs", torch.Tensor]:
         """Return a random part of the pairs, and where they were [N, m]."""
         num_kept = max(1, int(part * self.places.shape[1]))
-        order = torch.rand(self.places.shape, generator=generator) + self.count
+        order = torch.rand(self.places.shape, generator=generator, device=self.places.device) + self.count
         kept = order.topk(num_kept, dim=1).indices
         return Pairs(self.places.gather(1, kept), self.count.gather(1, kept)), kept
 
@@ -64,11 +64,11 @@ class Eagle3Objective:
     def __init__(self, head: Eagle3Head, target: TargetParts) -> None:
         self.head = head
         self._target = target
-        self._random = torch.Generator().manual_seed(0)
+        self._random = torch.Generator(target.device).manual_seed(0)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the mean loss over pairs and steps, later steps weighing less."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=batch.tokens.device)
         finals = batch.states[..., -1, :].flatten(0, 1)
         for step, (logits, rows, counts) in enumerate(self._steps(batch)):
             with torch.no_grad():
@@ -91,10 +91,11 @@ class Eagle3Objective:
         Tokens are indices into the flattened batch.
         """
         num_samples, length = batch.tokens.shape
-        begins = torch.arange(num_samples)[:, None] * length
+        device = batch.tokens.device
+        begins = torch.arange(num_samples, device=device)[:, None] * length
         embedded = self.head.embed_tokens(batch.tokens[:, 1:])
         joined = self.head.joined(batch.states[:, :-1, :-1])
-        angles = self.head.rotary(torch.arange(1, length).expand(num_samples, -1))
+        angles = self.head.rotary(torch.arange(1, length, device=device).expand(num_samples, -1))
         context, residual = self.head.layer.project_pair(embedded, joined, angles)
 
         pairs = _answer_pairs(batch)
@@ -128,7 +129,7 @@ def _answer_pairs(batch: Batch) -> Pairs:
 
 def taken(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return rows [N, P, ...] at places [N, M]: [N, M, ...]."""
-    return rows[torch.arange(len(rows))[:, None], places]
+    return rows[torch.arange(len(rows), device=rows.device)[:, None], places]
 
 
 def _attended(query: torch.Tensor, context: Projected, own: list[Projected], places: torch.Tensor) -> torch.Tensor:
@@ -136,7 +137,7 @@ def _attended(query: torch.Tensor, context: Projected, own: list[Projected], pla
     num_kv_heads, size = context.key.shape[-2:]
     grouped = query.unflatten(2, (num_kv_heads, -1)) * size**-0.5  # [N, M, kv_heads, group, size]
     scores = torch.einsum("nmkgd,npkd->nmkgp", grouped, context.key).float()
-    is_later = torch.arange(context.key.shape[1]) > places[..., None]
+    is_later = torch.arange(context.key.shape[1], device=places.device) > places[..., None]
     scores = scores.masked_fill(is_later[:, :, None, None], float("-inf"))
     own_scores = [torch.einsum("nmkgd,nmkd->nmkg", grouped, step.key)[..., None].float() for step in own]
     weights = torch.cat((scores, *own_scores), dim=-1).softmax(dim=-1).to(query.dtype)

@@ -40,7 +40,7 @@ class MedusaObjective:
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the sum of the heads' mean losses, later heads weighing less."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=batch.tokens.device)
         for depth, (logits, finals, _) in enumerate(self._predicted(batch)):
             with torch.no_grad():
                 wanted = self.head.lm_heads[0](finals)

@@ -26,7 +26,7 @@ class Facts:
     """What the samples of a store have in common."""
 
     fingerprint: str  # of the target
-    layers: tuple[int, ...]  # l: the state after l layers
+    layers: tuple[int, ...]  # l: the state after l layers; none where states are computed when they are needed
     hidden_size: int
 
 
@@ -87,8 +87,10 @@ class SampleStore:
     def reader(self) -> "SampleReader":
         """Return the samples that are complete now."""
         shape = (self.num_tokens, len(self.facts.layers), self.facts.hidden_size)
-        states: NDArray[Any] = np.memmap(self._folder / STATES, "<u2", "r", shape=shape)
         tokens: NDArray[Any] = np.memmap(self._folder / TOKENS, "<u4", "r", shape=shape[:1])
+        states: NDArray[Any] = np.zeros(shape, "<u2")  # which no bytes can be mapped to where there are no layers
+        if self.facts.layers:
+            states = np.memmap(self._folder / STATES, "<u2", "r", shape=shape)
         return SampleReader(list(self.entries), tokens, states)
 
 
@@ -207,7 +209,13 @@ class Sampler:
     def _advance(self, running: list[_Answer]) -> None:
         """Read what is unread of each answer, and draw its next token."""
         feeds = [
-            Feed(answer.sequence, answer.unread, 1, hidden_layers=self._layers, num_observed=len(answer.unread))
+            Feed(
+                answer.sequence,
+                answer.unread,
+                1,
+                hidden_layers=self._layers,
+                num_observed=len(answer.unread) if self._layers else 0,
+            )
             for answer in running
         ]
         output = self._model.forward(feeds)
@@ -215,8 +223,8 @@ class Sampler:
         for answer, states, token in zip(
             running, output.hidden_states, self._drawn(output.logits, temperatures), strict=True
         ):
-            assert states is not None
-            answer.states.append(states.to(torch.bfloat16).cpu())
+            if states is not None:
+                answer.states.append(states.to(torch.bfloat16).cpu())
             if not self._is_over(answer):
                 answer.tokens.append(token)
                 answer.unread = [token]
@@ -238,5 +246,7 @@ class Sampler:
 
 
 def _bytes_of(states: Sequence[torch.Tensor]) -> bytes:
+    if not states:
+        return b""
     joined = torch.cat(list(states)).contiguous()
     return bytes(joined.view(torch.uint8).numpy().tobytes())

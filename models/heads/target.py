@@ -1,7 +1,7 @@
 """What a head takes from its target: its embeddings, its output head, and its configuration."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from specdec.engine.pretrained import choose_device, load_pretrained
+from specdec.engine.pretrained import choose_device, load_pretrained, text_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,16 @@ class TargetParts:
     layers: Sequence[int]  # whose states the samples hold; the last one is what the head reads
 
     @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+        return self.embeddings.device
+
+    def to(self, device: torch.device) -> "TargetParts":
+        """Return the same parts on a device."""
+        moved = {name: getattr(self, name).to(device) for name in ("embeddings", "head", "norm")}
+        return replace(self, **moved)
+
+    @property
     def hidden_size(self) -> int:
         """The width of a state."""
         return int(self.embeddings.shape[1])
@@ -35,13 +45,31 @@ class TargetParts:
         return int(self.embeddings.shape[0])
 
 
+class TargetStates:
+    """A target that computes its states of whole texts: on a GPU that is faster than to read what was kept."""
+
+    def __init__(self, folder: Path, layers: Sequence[int], device: torch.device) -> None:
+        """Load the target, as it is served there. Raises ModelRefused."""
+        model = load_pretrained(str(folder), device, "auto")
+        if getattr(model, "_supports_sdpa", False):
+            model.set_attn_implementation("sdpa")  # never holds the scores of whole texts
+        self._model = model.base_model
+        self._layers = tuple(layers)
+
+    @torch.no_grad()
+    def of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the states [N, T, layers, hidden_size], bfloat16, of texts [N, T] that are padded at their ends."""
+        states = self._model(tokens, output_hidden_states=True, use_cache=False).hidden_states
+        return torch.stack([states[layer] for layer in self._layers], dim=2).to(torch.bfloat16)
+
+
 def load_parts(folder: Path, name: str, layers: Sequence[int]) -> TargetParts:
     """Read a target's parts in float32. Raises ModelRefused."""
     model = load_pretrained(str(folder), choose_device("cpu"), "float32")
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert isinstance(embeddings, nn.Embedding)
     assert isinstance(head, nn.Linear)
-    config = model.config.get_text_config(decoder=True)
+    config = text_config(str(folder))
     norm = getattr(getattr(model.base_model, "norm", None), "weight", None)
     weight = norm.detach() if isinstance(norm, torch.Tensor) else torch.ones(config.hidden_size)
     return TargetParts(name, folder, config, embeddings.weight.detach(), head.weight.detach(), weight, tuple(layers))

@@ -17,7 +17,7 @@ from models.heads.objective import Agreement, Objective, total
 MATRICES_RATE, OTHERS_RATE = 0.02, 0.004  # peak learning rates: of Muon, and of AdamW
 WARM_UP_STEPS = 10
 HOLD = 0.3  # part of the budget; then the rates fall linearly to zero
-BATCH_TOKENS = 4096  # prompts included
+BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}  # prompts included
 HELD_OUT_TOKENS = 20_000  # of each temperature, to measure on
 EVALUATION_S = 300.0
 
@@ -37,8 +37,9 @@ class Run:
         self.objective, self._samples, self._budget, self._checkpoint = objective, samples, budget, checkpoint
         self.optimizers = optimizers(objective.head)
         self.step, self.spent_s = 0, 0.0
+        self._device = next(objective.head.parameters()).device
         if checkpoint.exists():
-            self._restore(torch.load(checkpoint, weights_only=True))
+            self._restore(torch.load(checkpoint, map_location=self._device, weights_only=True))
 
     @property
     def elapsed(self) -> float:
@@ -48,7 +49,7 @@ class Run:
     def train(self, report: Callable[[str], None]) -> None:
         """Train until the budget is spent; report how held-out drafts would fare now and then, and at the end."""
         evaluated_s = self.spent_s
-        batches = self._samples.endless(BATCH_TOKENS, seed=self.step)
+        batches = self._samples.endless(BATCH_TOKENS[self._device.type], seed=self.step)
         with tqdm(total=round(60 * self._budget.minutes), initial=round(self.spent_s), unit="s") as bar:
             while self.elapsed < 1:
                 began_s = time.monotonic()
@@ -64,7 +65,7 @@ class Run:
         self._save()
 
     def _update(self, batch: Batch) -> float:
-        with autocast():
+        with autocast(self._device):
             loss = self.objective.loss(batch)
         loss.backward()
         factor = rate_factor(self.step, self.elapsed)
@@ -88,8 +89,8 @@ class Run:
 
     def _agreements(self, temperature: float) -> Iterator[Agreement]:
         num_tokens = 0
-        for batch in self._samples.of_held_out(BATCH_TOKENS, temperature):
-            with autocast():
+        for batch in self._samples.of_held_out(BATCH_TOKENS["cpu"], temperature):
+            with autocast(self._device):
                 yield self.objective.agreement(batch)
             num_tokens += batch.num_answer_tokens
             if num_tokens > HELD_OUT_TOKENS:
@@ -131,7 +132,7 @@ def rate_factor(step: int, elapsed: float) -> float:
     return min(1.0, (step + 1) / WARM_UP_STEPS, max(0.0, 1.0 - elapsed) / (1.0 - HOLD))
 
 
-def autocast() -> Any:
-    """Return a context that computes products in bfloat16 where the processor has such instructions."""
-    has_bfloat16 = torch.cpu.get_capabilities().get("avx512_bf16", False)
-    return torch.autocast("cpu", torch.bfloat16) if has_bfloat16 else nullcontext()
+def autocast(device: torch.device) -> Any:
+    """Return a context that computes products in bfloat16 where the device has such instructions."""
+    has_bfloat16 = device.type == "cuda" or torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return torch.autocast(device.type, torch.bfloat16) if has_bfloat16 else nullcontext()

@@ -96,6 +96,11 @@ def _served_config(name_or_path: str, num_shares: int) -> tuple[str, PreTrainedC
     return name_or_path, config
 
 
+def text_config(name_or_path: str) -> PreTrainedConfig:
+    """Return the configuration of a model's language model, of which no weights are read. Raises ModelRefused."""
+    return _served_config(name_or_path, 1)[1].get_text_config(decoder=True)
+
+
 def num_embeddings(model: PreTrainedModel) -> int:
     """Return how many token ids the model can read."""
     weight = model.get_input_embeddings().weight

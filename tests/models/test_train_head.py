@@ -26,7 +26,7 @@ from models.heads.kinds import KINDS
 from models.heads.own_instructions import OwnInstructions
 from models.heads.prompts import from_grammar, from_texts, mixed, read_texts
 from models.heads.samples import Facts, Instruction, Sampler, SampleStore
-from models.heads.target import TargetParts, load_parts, state_layers
+from models.heads.target import TargetParts, TargetStates, load_parts, state_layers
 from models.train_head import main
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.engine import load_language_model
@@ -145,6 +145,26 @@ def test_held_out_samples_are_never_trained_on(tmp_path: Path) -> None:
     trained = {int(token) for batch in islice(samples.endless(30, seed=0), 60) for token in batch.tokens[:, 0]}
     assert held_out == set(range(0, 120, 23))
     assert trained == set(range(120)) - held_out
+
+
+def test_states_are_computed_where_none_were_kept(target: Path, parts: TargetParts, tmp_path: Path) -> None:
+    model, sizes = load_language_model(str(target), kv_cache_bytes=1 << 22), (tmp_path / "kept", tmp_path / "texts")
+    kept, texts = (
+        SampleStore(folder, Facts("f", layers, parts.hidden_size))
+        for folder, layers in zip(sizes, (tuple(parts.layers), ()), strict=True)
+    )
+    for store in (kept, texts):
+        for instruction, tokens, states in Sampler(model, store.facts.layers, (), 9, seed=0).answers(
+            iter(greedy(30)), num_at_once=4
+        ):
+            store.append(instruction.kind, instruction.temperature, len(instruction.tokens), tokens, states)
+    states_of = TargetStates(target, parts.layers, parts.device).of
+    one = Samples([kept.reader()], max_tokens=11)
+    other = Samples([texts.reader()], max_tokens=11, device=parts.device, states_of=states_of)
+    for expected, found in zip(islice(one.endless(60, 0), 6), islice(other.endless(60, 0), 6), strict=True):
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.is_answer, expected.is_answer)
+        torch.testing.assert_close(found.states, expected.states, rtol=2e-2, atol=2e-2)
 
 
 def test_prompts_are_endless_and_alternate(target: Path) -> None:
@@ -345,6 +365,24 @@ def test_training_continues_where_it_stopped(target: Path, tmp_path: Path, capsy
         steps.append(int(capsys.readouterr().out.split("step ")[-1].split(",")[0]))
     assert 0 < steps[0] < steps[1]
     assert len(list(tmp_path.glob("samples-*/index.jsonl"))) == 1
+
+
+def test_several_processes_sample(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--target", str(target), "--kind", "medusa", "--work", str(tmp_path), "--samplers", "2", *SMALL]
+    main([*arguments, "--minutes", "0.01"])
+    main([*arguments, "--minutes", "0.02"])
+    assert capsys.readouterr().out.count("is ready") == 2
+    stores = sorted(tmp_path.glob("samples-*/index.jsonl"))
+    firsts = [json.loads(store.read_text().splitlines()[0])["num_tokens"] for store in stores]
+    assert len(firsts) == 2
+    num_tokens = [(store.parent / "tokens.bin").stat().st_size // 4 for store in stores]
+    assert all(1500 <= number < 1600 for number in num_tokens), "half each, and no more the second time"
+
+
+def test_sampling_ends_when_its_time_is_over(target: Path, tmp_path: Path) -> None:
+    arguments = ["--target", str(target), "--kind", "medusa", "--work", str(tmp_path), *SMALL]
+    with pytest.raises(SystemExit, match=r"1 answers are too few to train on"):
+        main([*arguments, "--sampling-minutes", "0", "--at-once", "1"])
 
 
 def test_missing_target_is_one_sentence(tmp_path: Path) -> None:
