@@ -50,6 +50,7 @@ ROUNDED = "rounded"  # the draft whose weights are rounded to int8 when it is lo
 CHOOSING = "(a[bc]|[bcd][ad]){3}"  # two letters or four are possible each time
 FORCING = "a(bcdaa|cabda)|b(addac|ddabc)|ccdaba"  # at most two letters are chosen, the others follow
 NUM_CONCURRENT = 64
+TEXTS_OF_ONE = 25  # of each place where few are generated: 64 at once starve drafters of a slow, busy machine
 ASK_AGAIN_S = 0.2
 REJECT_BELOW = 1e-3
 MAX_DEVIATIONS = 5.0
@@ -410,7 +411,7 @@ async def generate(
             on_completion(len(completions))
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(NUM_CONCURRENT):
+        for _ in range(min(NUM_CONCURRENT, max(1, len(seeds) // TEXTS_OF_ONE))):
             tasks.create_task(generate_some())
     return completions
 

@@ -36,10 +36,14 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 @pytest.fixture(scope="module")
 def wheel_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of a checkout without generated stubs; in a copy, because the build writes them."""
+    """Build the wheel of a checkout without generated stubs; in a copy, because the build writes them.
+
+    The kernels are not optimised, which takes a slow machine that is busy with other tests minutes.
+    """
     folder = copy_sources(tmp_path_factory.mktemp("wheel"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index"]
-    subprocess.run([*command, "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder], check=True)
+    command += ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(folder)]
+    subprocess.run(command, check=True, env={**os.environ, "CFLAGS": "-O0"})
     [path] = folder.glob("*.whl")
     return path
 
