@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import coordinator.draft
+import coordinator.target
 from coordinator.__main__ import SERVICE as GENERATION_SERVICE
 from coordinator.__main__ import built as built_coordinator
 from coordinator.checks import Checks
@@ -40,13 +41,15 @@ class Cluster:
 
 @contextmanager
 def patient_rounds() -> Iterator[float]:
-    """Let proposals be waited for as long as they take, also on a machine that stands still for seconds.
+    """Let workers be waited for as long as they take, also on a machine that stands still for seconds.
 
     A round whose draft is given up is plain: it makes other draws of a seed. Yields `draft_timeout_s`.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordinator.draft, "CHECKS", Checks(after_s=PATIENT_S, timeout_s=PATIENT_S, needs_other=False))
         patch.setattr(coordinator.draft, "MIN_ROUND_S", PATIENT_S)
+        for workers in (coordinator.draft, coordinator.target):
+            patch.setattr(workers, "DESCRIBE_TIMEOUT_S", PATIENT_S)
         yield PATIENT_S
 
 
