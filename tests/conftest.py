@@ -1,5 +1,6 @@
 """Fixtures of several test files."""
 
+import faulthandler
 import logging
 import os
 import signal
@@ -16,6 +17,40 @@ structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.
 # what a shell started in the background ignores SIGINT, and so would the processes that tests start
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# A timeout raises in the test, where an event loop may swallow it, and is not set again for what a fixture does at the
+# end. What outlasts it by so much has its stacks printed and its process ended: xdist goes on with another one.
+HANGS_AFTER_S = 300.0
+STDERR = pytest.StashKey[int]()  # which is not captured
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the way out for what `_watch` prints."""
+    config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let no test hold up all others."""
+    marker = item.get_closest_marker("timeout")
+    given = marker.args[0] if marker and marker.args else item.config.getoption("timeout", None)
+    _watch(item, float(given or item.config.getini("timeout")) + HANGS_AFTER_S)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Watch over fixtures that end: pytest has stopped watching where a test failed."""
+    _watch(item, HANGS_AFTER_S)
+    return (yield)
+
+
+def _watch(item: pytest.Item, seconds: float) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[STDERR])
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,8 @@
 """The target's own answers to training instructions, with its hidden states: what a head learns to predict.
 
-Answers are sampled through the engine that serves the target, so the hidden states are those that a draft worker will
-get. Half of the answers are greedy, half are sampled at temperature 1. A store of samples only grows: a run that was
-interrupted continues where the last complete answer ended.
+Answers are sampled through the engine that serves the target, so hidden states that are kept are those that a draft
+worker will get. Half of the answers are greedy, half are sampled at temperature 1. A store of samples only grows: a run
+that was interrupted continues where the last complete answer ended.
 """
 
 import json
@@ -125,7 +125,10 @@ def _read_index(file: Path) -> list[Entry]:
         return []
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     complete = [line for line in lines if line.endswith("\n")]
-    file.write_text("".join(complete), encoding="utf-8")
+    if len(complete) < len(lines):  # else nothing is written: other processes may be reading
+        partial = file.with_suffix(".partial")
+        partial.write_text("".join(complete), encoding="utf-8")
+        partial.replace(file)
     return [Entry(**json.loads(line)) for line in complete]
 
 

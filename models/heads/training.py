@@ -39,7 +39,7 @@ class Run:
         self.step, self.spent_s = 0, 0.0
         self._device = next(objective.head.parameters()).device
         if checkpoint.exists():
-            self._restore(torch.load(checkpoint, map_location=self._device, weights_only=True))
+            self._restore(torch.load(checkpoint, map_location="cpu", weights_only=True))
 
     @property
     def elapsed(self) -> float:

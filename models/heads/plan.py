@@ -1,0 +1,40 @@
+"""What a run of `python -m models.train_head` is to do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SEED = 1
+SEEDS_APART = 1_000_000  # of one sampling process from the next
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to train, on what."""
+
+    target: Path
+    name: str  # of the target, as written into the head's configuration
+    kind: str
+    out: Path
+    work: Path
+    num_tokens: int
+    minutes: float
+    draft_vocab_size: int
+    texts: Sequence[str]
+    own: float
+    further: Path | None
+    num_at_once: int
+    max_new_tokens: int
+    num_threads: int
+    with_lm_head: bool
+    device: torch.device
+    num_samplers: int
+    sampling_minutes: float
+    computes_states: bool  # of the target, for each batch, instead of keeping them
+
+    @property
+    def seeds(self) -> Sequence[int]:
+        """The seed of each process that samples."""
+        return [SEED + SEEDS_APART * number for number in range(self.num_samplers)]
