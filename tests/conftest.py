@@ -1,10 +1,13 @@
 """Fixtures of several test files."""
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from types import AsyncGeneratorType, CoroutineType, FrameType
 
 import pytest
 import structlog
@@ -20,14 +23,53 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # A timeout raises in the test, where an event loop may swallow it, and is not set again for what a fixture does at the
-# end. What outlasts it by so much has its stacks printed and its process ended: xdist goes on with another one.
-HANGS_AFTER_S = 300.0
-STDERR = pytest.StashKey[int]()  # which is not captured
+# end. What outlasts it by so much says where it is and has its process ended: xdist goes on with another one.
+HANGS_AFTER_S = 120.0
+GRACE_S = 10.0  # for what needs the interpreter; after it the stacks are printed without
+
+
+class Watch:
+    """Ends the process of a test that hangs."""
+
+    def __init__(self, out: int) -> None:
+        self._out = out  # a file descriptor
+        self._timer = threading.Timer(0, self._end)
+
+    def start(self, item: pytest.Item, seconds: float) -> None:
+        """Give a test so long from now, instead of what it was given before."""
+        self.stop()
+        self._timer = threading.Timer(seconds, self._end, (item.nodeid, seconds))
+        self._timer.daemon = True
+        self._timer.start()
+        faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=self._out)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        self._timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _end(self, test: str, seconds: float) -> None:
+        faulthandler.dump_traceback(self._out)
+        with open(self._out, "w", closefd=False) as file:
+            for frame in filter(None, map(_suspended, gc.get_objects())):
+                code = frame.f_code
+                print(f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}', file=file)
+            print(f"{test} hangs: not over after {seconds:g} s; above are threads, then what awaits", file=file)
+        os._exit(1)
+
+
+def _suspended(thing: object) -> FrameType | None:
+    if type(thing) is CoroutineType:  # not isinstance, which asks some proxies for more than they can say
+        return thing.cr_frame
+    return thing.ag_frame if type(thing) is AsyncGeneratorType else None
+
+
+WATCH = pytest.StashKey[Watch]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the way out for what `_watch` prints."""
-    config.stash[STDERR] = os.dup(2)
+    """Keep the way out, which is captured later, for the watch."""
+    config.stash[WATCH] = Watch(os.dup(2))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -35,22 +77,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Let no test hold up all others."""
     marker = item.get_closest_marker("timeout")
     given = marker.args[0] if marker and marker.args else item.config.getoption("timeout", None)
-    _watch(item, float(given or item.config.getini("timeout")) + HANGS_AFTER_S)
+    item.config.stash[WATCH].start(item, float(given or item.config.getini("timeout")) + HANGS_AFTER_S)
     try:
         return (yield)
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        item.config.stash[WATCH].stop()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Watch over fixtures that end: pytest has stopped watching where a test failed."""
-    _watch(item, HANGS_AFTER_S)
+    item.config.stash[WATCH].start(item, HANGS_AFTER_S)
     return (yield)
-
-
-def _watch(item: pytest.Item, seconds: float) -> None:
-    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[STDERR])
 
 
 @pytest.fixture(scope="session", autouse=True)

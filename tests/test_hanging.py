@@ -12,7 +12,8 @@ import sys
 import pytest
 from tests import conftest
 conftest.HANGS_AFTER_S = 1.0
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-o", "timeout=1", sys.argv[1]], plugins=[conftest]))
+options = ["-q", "-p", "no:cacheprovider", "-o", "timeout=1", "-o", "asyncio_mode=auto"]
+sys.exit(pytest.main([*options, sys.argv[1]], plugins=[conftest]))
 """
 HANGING = {
     "a fixture at its end, after a failure": """
@@ -25,6 +26,18 @@ def slow():
     time.sleep(100)
 
 def test_fails(slow):
+    assert False
+""",
+    "a loop's fixture": """
+import asyncio
+import pytest_asyncio
+
+@pytest_asyncio.fixture
+async def slow():
+    yield
+    await asyncio.sleep(100)
+
+async def test_fails(slow):
     assert False
 """,
     "a timeout that was swallowed": """
@@ -46,5 +59,6 @@ def test_what_hangs_is_ended(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, str(file)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert ended.returncode
-    assert "Timeout (0:00:0" in ended.stderr, ended.stderr
-    assert str(file) in ended.stderr
+    assert "test_hangs.py::test_" in ended.stderr, ended.stderr
+    assert "hangs: not over after" in ended.stderr
+    assert f'File "{file}", line' in ended.stderr
