@@ -7,24 +7,15 @@ runs through the plain steps of `varlen.py`, so that tests need no GPU.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
-from torch.nn.attention.varlen import AuxRequest
 
 from specdec.engine.attention import AttentionOptions, PoolOptions, Segment
+from specdec.engine.paged_call import PagedCall, TextParts, num_parts
 from specdec.engine.paged_pool import LayerPages, PagedPool
 from specdec.engine.paged_row import DeviceNumbers, PagedRow
 from specdec.engine.pool import LayerShape
-from specdec.engine.varlen import (
-    Attended,
-    attend_spans,
-    masked_attention,
-    merged,
-    varlen_attn,
-    window_spans,
-    with_sinks,
-)
+from specdec.engine.varlen import Attended, masked_attention, merged, one_set, window_spans, with_sinks
 
 
 class PagedBackend:
@@ -54,58 +45,6 @@ class PagedBackend:
         return PagedPlan(numbers, self.pool, longest[0], longest[1])
 
 
-class _Call(NamedTuple):
-    """One attention call over entries."""
-
-    cu_q: torch.Tensor  # [entries + 1]
-    cu_k: torch.Tensor  # [entries + 1]
-    used: torch.Tensor  # [entries]
-    tables: torch.Tensor  # [entries, pages]
-    max_q: int
-
-    def attend(
-        self, query: torch.Tensor, layer: LayerPages, window: tuple[int, int], scaling: float, *, wants_lse: bool
-    ) -> Attended | torch.Tensor:
-        """Attend from `query` [tokens of the entries, heads, size] through torch's function, or what stands for it."""
-        output = varlen_attn(
-            query,
-            layer.keys,
-            layer.values,
-            self.cu_q,
-            self.cu_k,
-            self.max_q,
-            self.tables.shape[1] * layer.keys.shape[1],
-            return_aux=AuxRequest(lse=wants_lse),
-            scale=scaling,
-            window_size=window,
-            enable_gqa=True,
-            seqused_k=self.used,
-            block_table=self.tables,
-            num_splits=1,
-        )
-        return (output[0], output[1].T) if isinstance(output, tuple) else output
-
-    def attend_spans(
-        self,
-        query: torch.Tensor,
-        layer: LayerPages,
-        spans: tuple[torch.Tensor, torch.Tensor],
-        options: AttentionOptions,
-    ) -> Attended:
-        """Attend in plain steps, from each token to its own span."""
-        return attend_spans(
-            query,
-            layer.keys,
-            layer.values,
-            self.cu_q,
-            self.max_q,
-            spans,
-            self.tables,
-            scale=options.scaling,
-            softcap=options.softcap,
-        )
-
-
 class PagedPlan:
     """The attention of one forward. No shape in it depends on a number on the device, so that it can be captured."""
 
@@ -113,9 +52,10 @@ class PagedPlan:
         """At most `max_chain` chained tokens and `max_tree` of a tree belong to one sequence; 0: there are none."""
         self._layers = iter(pool.layers)
         self._slots = numbers["slots"].long()
-        self._chains = _call("chain", numbers, max_chain)
-        self._trees = _Trees(numbers, max_tree) if max_tree else None
+        self._trees = _Trees(numbers, max_tree, pool.block_tokens) if max_tree else None
         self._chain_rows = numbers["chain_rows"].long() if max_tree else None
+        num_rows = len(self._slots if self._chain_rows is None else self._chain_rows)
+        self._chains = _Chains(_call("chain", numbers, max_chain), num_rows, pool.block_tokens)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -125,40 +65,87 @@ class PagedPlan:
         layer.store(self._slots, key, value)
         query = query.to(layer.keys.dtype)
         if self._trees is None or self._chain_rows is None:
-            return self._attend_chains(query, layer, options)
+            return self._chains.attend(query, key, value, layer, options)
         output = query.new_empty(*query.shape[:2], value.shape[2])
         if len(self._chain_rows):
-            output[self._chain_rows] = self._attend_chains(query[self._chain_rows], layer, options)
+            rows = self._chain_rows
+            output[rows] = self._chains.attend(query[rows], key[rows], value[rows], layer, options)
         output[self._trees.rows] = self._trees.attend(query, key, value, layer, options)
         return output
 
-    def _attend_chains(self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> torch.Tensor:
-        """Let each token see what comes before it: [tokens, heads, size] -> [tokens, heads, value_size]."""
-        calls, sinks = self._chains, options.sinks
-        window = (-1 if options.window is None else options.window - 1, 0)
-        if calls.max_q == 1 and options.window is None:
-            window = (-1, -1)  # the same for a last token, and torch's function then reads a key once for its heads
-        if options.softcap is not None:
-            spans = window_spans(calls.cu_q, calls.used, len(query), window)
-            attended: Attended | torch.Tensor = calls.attend_spans(query, layer, spans, options)
+
+class _Chains:
+    """The chained tokens of one forward."""
+
+    def __init__(self, call: PagedCall, num_rows: int, page_tokens: int) -> None:
+        self._call = call
+        # single tokens see all of the text; of longer chains each token sees others of its own
+        num_own = 0 if call.max_q == 1 else call.cu_q[1:] - call.cu_q[:-1]
+        self._parts = text_parts(call, call.used - num_own, num_rows, page_tokens)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: LayerPages,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Let each token see what comes before it, and itself: [tokens, heads, size] -> [tokens, heads, value_size]."""
+        if options.softcap is None and options.window is None and self._parts:
+            attended: Attended | torch.Tensor = self._attend_parts(query, key, value, layer, options)
         else:
-            attended = calls.attend(query, layer, window, options.scaling, wants_lse=sinks is not None)
+            attended = self._attend_whole(query, layer, options)
         if isinstance(attended, torch.Tensor):
             return attended
-        return (with_sinks(attended, sinks) if sinks is not None else attended)[0].to(query.dtype)
+        return (with_sinks(attended, options.sinks) if options.sinks is not None else attended)[0].to(query.dtype)
+
+    def _attend_parts(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: LayerPages,
+        options: AttentionOptions,
+    ) -> Attended:
+        assert self._parts is not None
+        attended = [self._parts.attend(query, layer, options.scaling)]
+        if self._call.max_q > 1:
+            own = key.to(query.dtype), value.to(query.dtype)
+            attended.append(one_set(self._call.attend_own(query, *own, options.scaling)))
+        return merged(attended, wants_lse=options.sinks is not None)
+
+    def _attend_whole(
+        self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions
+    ) -> Attended | torch.Tensor:
+        call = self._call
+        window = (-1 if options.window is None else options.window - 1, 0)
+        if call.max_q == 1 and options.window is None:
+            window = (-1, -1)  # the same for a last token, and torch's function then reads a key once for its heads
+        if options.softcap is not None:
+            spans = window_spans(call.cu_q, call.used, len(query), window)
+            return call.attend_spans(query, layer, spans, options)
+        return call.attend(query, layer, window, options.scaling, wants_lse=options.sinks is not None)
 
 
-def _call(name: str, numbers: DeviceNumbers, max_q: int) -> _Call:
+def text_parts(call: PagedCall, num_seen: torch.Tensor, num_rows: int, page_tokens: int) -> TextParts | None:
+    """Return the parts of a call's texts, or None where they are not divided."""
+    count = num_parts(call.tables.shape[1], num_rows)
+    return TextParts(call, num_seen, count, num_rows, page_tokens) if count > 1 else None
+
+
+def _call(name: str, numbers: DeviceNumbers, max_q: int) -> PagedCall:
     cu_q, cu_k, used, tables = (numbers[f"{name}_{part}"] for part in ("cu_q", "cu_k", "used", "tables"))
-    return _Call(cu_q, cu_k, used, tables, max_q)
+    return PagedCall(cu_q, cu_k, used, tables, max_q)
 
 
 class _Trees:
     """The trees of one forward."""
 
-    def __init__(self, numbers: DeviceNumbers, max_tree: int) -> None:
+    def __init__(self, numbers: DeviceNumbers, max_tree: int, page_tokens: int) -> None:
         self.rows = numbers["tree_rows"].long()  # [nodes]: of the packed row
         self._call = _call("tree", numbers, max_tree)
+        self._parts = text_parts(self._call, self._call.used, len(self.rows), page_tokens)
         self._positions = numbers["tree_positions"].long()  # [nodes]
         self._nodes = numbers["tree_nodes"].long()  # [trees, size]: the nodes of each, padded
         self._mask = numbers["tree_mask"].bool()  # [trees, size, size]: the column's is an ancestor, or the row's own
@@ -175,23 +162,28 @@ class _Trees:
         """Attend from the trees' tokens, whose rows are among others: [tokens, heads, size] -> [nodes, heads, size]."""
         nodes = query[self.rows]
         attended = merged(
-            self._attend_before(nodes, layer, options),
-            self._attend_within(nodes, key[self.rows], value[self.rows], options),
+            [
+                self._attend_before(nodes, layer, options),
+                self._attend_within(nodes, key[self.rows], value[self.rows], options),
+            ],
+            wants_lse=options.sinks is not None,
         )
         if options.sinks is not None:
             attended = with_sinks(attended, options.sinks)
         return attended[0].to(query.dtype)
 
     def _attend_before(self, nodes: torch.Tensor, layer: LayerPages, options: AttentionOptions) -> Attended:
-        """Attend to the text before the trees."""
+        """Attend to the text before the trees, in parts: [parts, nodes, heads, size] and [parts, nodes, heads]."""
         if options.softcap is None and options.window is None:
+            if self._parts:
+                return self._parts.attend(nodes, layer, options.scaling)
             attended = self._call.attend(nodes, layer, (-1, -1), options.scaling, wants_lse=True)
             assert isinstance(attended, tuple)
-            return attended
+            return one_set(attended)
         begin, end = window_spans(self._call.cu_q, self._call.used, len(nodes), (-1, -1))
         if options.window is not None:
             begin = (self._positions - options.window + 1).clamp(min=0)
-        return self._call.attend_spans(nodes, layer, (begin, end), options)
+        return one_set(self._call.attend_spans(nodes, layer, (begin, end), options))
 
     def _attend_within(
         self, nodes: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -203,4 +195,4 @@ class _Trees:
             seen = seen & (positions[:, :, None] - positions[:, None] < options.window)
         queries, keys, values = (rows[self._nodes] for rows in (nodes, key, value))
         output, lse = masked_attention(queries, keys, values, seen, scale=options.scaling, softcap=options.softcap)
-        return output.flatten(0, 1)[self._places], lse.flatten(0, 1)[self._places]
+        return one_set((output.flatten(0, 1)[self._places], lse.flatten(0, 1)[self._places]))

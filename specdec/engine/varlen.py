@@ -16,6 +16,7 @@ What torch's function is known for, and what is done about it:
   sequence at least one key.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -141,7 +142,7 @@ def window_spans(
     cu_seq_q: torch.Tensor, used: torch.Tensor, total_q: int, window_size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first key that each query sees and the one after its last, [total_q] each."""
-    (sequence, number), (left, right) = _places(cu_seq_q, total_q), window_size
+    (sequence, number), (left, right) = row_places(cu_seq_q, total_q), window_size
     num_keys, num_queries = used[sequence], (cu_seq_q[1:] - cu_seq_q[:-1])[sequence]
     position = number + num_keys - num_queries
     begin = torch.zeros_like(position) if left < 0 else (position - left).clamp(min=0)
@@ -177,25 +178,31 @@ def masked_attention(
     return output.flatten(2, 3), lse.flatten(2, 3)
 
 
-def merged(one: Attended, other: Attended) -> Attended:
-    """Return the attention to two disjoint sets of keys, from the attention to each."""
-    (output, lse), (other_output, other_lse) = _finite(one), _finite(other)
-    # of the other one; NaN where both saw nothing, and then both are 0
-    share = torch.nan_to_num(torch.sigmoid(other_lse - lse))[..., None]
-    return output * (1 - share) + other_output * share, torch.logaddexp(lse, other_lse)
+def merged(attended: Sequence[Attended], *, wants_lse: bool = True) -> Attended:
+    """Return the attention to all of some disjoint sets of keys, from the attention to each.
+
+    Each of `attended` has some sets: outputs [sets, ..., heads, size] and log-sum-exps [sets, ..., heads], minus
+    infinity where nothing was seen. Returned are [..., heads, size] and [..., heads], float32; the second is empty
+    unless it is wanted.
+    """
+    lse = torch.cat([sums for _, sums in attended])
+    # NaN where nothing was seen at all, and then all outputs are 0
+    shares = torch.split(torch.softmax(lse, 0).nan_to_num(), [len(sums) for _, sums in attended])
+    outputs = [(output * share[..., None]).sum(0) for (output, _), share in zip(attended, shares, strict=True)]
+    return sum(outputs[1:], outputs[0]), lse.logsumexp(0) if wants_lse else lse.new_empty(0)
+
+
+def one_set(attended: Attended) -> Attended:
+    """Return attention to one set of keys as `merged` takes it."""
+    output, lse = attended
+    return output[None], torch.where(torch.isinf(lse), -torch.inf, lse)[None]
 
 
 def with_sinks(attended: Attended, sinks: torch.Tensor) -> Attended:
     """Let a share of each head's attention go to its sink, a logit without a value, `sinks` [heads]."""
-    output, lse = _finite(attended)
-    sinks = sinks.float()
-    return output * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks.expand_as(lse))
-
-
-def _finite(attended: Attended) -> Attended:
-    """Return float32 numbers, and minus infinity where nothing was seen."""
     output, lse = attended
-    return output.float(), torch.where(torch.isinf(lse), -torch.inf, lse)
+    lse, sinks = torch.where(torch.isinf(lse), -torch.inf, lse), sinks.float()
+    return output * torch.sigmoid(lse - sinks)[..., None], torch.logaddexp(lse, sinks.expand_as(lse))
 
 
 def _num_used(cu_seq_k: torch.Tensor | None, seqused_k: torch.Tensor | None) -> torch.Tensor:
@@ -206,7 +213,7 @@ def _num_used(cu_seq_k: torch.Tensor | None, seqused_k: torch.Tensor | None) -> 
     return (cu_seq_k[1:] - cu_seq_k[:-1]).long()
 
 
-def _places(cu_seq_q: torch.Tensor, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
+def row_places(cu_seq_q: torch.Tensor, total_q: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each query's sequence and its number there, [total_q] each."""
     rows = torch.arange(total_q, device=cu_seq_q.device)
     sequence = torch.searchsorted(cu_seq_q[1:].long().contiguous(), rows, right=True).clamp(max=len(cu_seq_q) - 2)
@@ -249,7 +256,7 @@ def _attend_rows(
         seen = (slots >= begin) & (slots < end) & valid[..., None]
         keys, values = (_in_line(tensor[table]) for tensor in (key, value))
         attended.append(masked_attention(query[rows], keys, values, seen, scale=scale, softcap=softcap))
-    sequence, number = _places(cu_seq_q, query.shape[0])
+    sequence, number = row_places(cu_seq_q, query.shape[0])
     number = number.clamp(max=max_q - 1)
     output, lse = (torch.cat(parts)[sequence, number] for parts in zip(*attended, strict=True))
     return output, lse

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from prometheus_client import REGISTRY
 
 from coordinator.canary import Canary
@@ -77,14 +78,19 @@ async def fleet(size: int) -> AsyncIterator[Fleet]:
         await running.close()
 
 
-async def texts(model: Path, prompts: Sequence[list[int]] = PROMPTS) -> list[tuple[int, ...]]:
-    """What the model generates alone."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def texts(models: tuple[Path, Path]) -> list[list[tuple[int, ...]]]:
+    """What either model generates alone."""
+    return [await texts_of(model) for model in models]
+
+
+async def texts_of(model: Path) -> list[tuple[int, ...]]:
     async with (
         serving_target(model) as target,
         serving_coordinator(target=target, draft="", tokenizer=str(model)) as address,
         AsyncClient(address) as client,
     ):
-        calls = [client.complete(prompt_token_ids=prompt, sampling=GREEDY, speculation=PLAIN) for prompt in prompts]
+        calls = [client.complete(prompt_token_ids=prompt, sampling=GREEDY, speculation=PLAIN) for prompt in PROMPTS]
         return [completion.tokens for completion in await asyncio.gather(*calls)]
 
 
@@ -113,9 +119,8 @@ async def new_model_serves(client: AsyncClient, old: str) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_a_rolling_change_splits_no_text(models: tuple[Path, Path]) -> None:
-    old, new = models
-    old_texts, new_texts = await texts(old), await texts(new)
+async def test_a_rolling_change_splits_no_text(models: tuple[Path, Path], texts: list[list[tuple[int, ...]]]) -> None:
+    (old, new), (old_texts, new_texts) = models, texts
     assert not set(old_texts) & set(new_texts)
     async with fleet(4) as workers:
         await workers.start(0, old)
@@ -165,10 +170,11 @@ async def test_sessions_end_when_their_model_is_gone(models: tuple[Path, Path], 
             assert (await other.get_session(follower.session_id)).tokens == tuple(follower.tokens)
 
 
-async def test_a_canary_gets_its_share_alone(models: tuple[Path, Path], redis_url: str) -> None:
+async def test_a_canary_gets_its_share_alone(
+    models: tuple[Path, Path], texts: list[list[tuple[int, ...]]], redis_url: str
+) -> None:
     """Whatever coordinator resumes a session, its text stays with the model that it began with."""
-    old, new = models
-    old_texts, new_texts = await texts(old), await texts(new)
+    (old, new), (old_texts, new_texts) = models, texts
     async with fleet(2) as workers:
         await workers.start(0, old)
         await workers.start(1, new)
@@ -203,10 +209,11 @@ async def test_an_absent_canarys_share_has_the_old_model(models: tuple[Path, Pat
     assert len(completion.tokens) == NUM_TOKENS
 
 
-async def test_a_canary_that_ends_leaves_its_share_to_the_old_model(models: tuple[Path, Path]) -> None:
+async def test_a_canary_that_ends_leaves_its_share_to_the_old_model(
+    models: tuple[Path, Path], texts: list[list[tuple[int, ...]]]
+) -> None:
     """At once: no session waits for it."""
-    old, new = models
-    (old_text,), (new_text,) = await texts(old, PROMPTS[:1]), await texts(new, PROMPTS[:1])
+    (old, new), (old_text, new_text) = models, (each[0] for each in texts)
     async with fleet(2) as workers:
         await workers.start(0, old)
         await workers.start(1, new)

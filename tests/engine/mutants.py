@@ -62,6 +62,13 @@ def trees_of(architecture: str, new_backend: NewBackend = SdpaBackend) -> Callab
     )
 
 
+def parts_of(architecture: str) -> Callable[[], None]:
+    """Return the comparison with the reference where texts have so many pages that they are attended to in parts."""
+    return lambda: check_tree_rounds(
+        load(folder(architecture), self_check=False, new_backend=PagedBackend, block_tokens=4), reference(architecture)
+    )
+
+
 def hidden_states_of(architecture: str, new_backend: NewBackend = SdpaBackend) -> Callable[[], None]:
     return lambda: check_hidden_states(
         load(folder(architecture), self_check=False, new_backend=new_backend), reference(architecture)
@@ -136,6 +143,14 @@ def move_keys_only(self: ContiguousPool, key: str, first: int, slots: Sequence[i
     begin = self.first_slot(key)
     for layer in self.layers:
         layer.keys[begin + first : begin + first + len(slots)] = layer.keys[torch.tensor(slots) + begin]
+
+
+def counting_empty_parts(original: Original) -> Any:
+    def initialise(self: Any, *given: Any) -> None:
+        original(self, *given)
+        self._bias = torch.zeros_like(self._bias)
+
+    return initialise
 
 
 def one_key_less(original: Original) -> Any:
@@ -284,12 +299,42 @@ MUTANTS = [
     Mutant(
         "pages: the text before a tree counts as much as the tree",
         "specdec.engine.paged.merged",
-        lambda _: lambda one, other: ((one[0] + other[0]) / 2, one[1]),
+        lambda _: lambda attended, wants_lse: (sum(output.mean(0) for output, _ in attended) / 2, attended[0][1][0]),
         trees_of("llama", PagedBackend),
     ),
     Mutant(
+        "parts: one without a token counts",
+        "specdec.engine.paged_call.TextParts.__init__",
+        counting_empty_parts,
+        parts_of("llama"),
+    ),
+    Mutant(
+        "parts: a text's last token is in none",
+        "specdec.engine.paged_call.TextParts.__init__",
+        lambda original: lambda self, call, num_seen, *sizes: original(self, call, (num_seen - 1).clamp(min=0), *sizes),
+        parts_of("llama"),
+    ),
+    Mutant(
+        "parts: each has the same weight",
+        "specdec.engine.paged.merged",
+        lambda original: lambda attended, wants_lse: original([(output, sums * 0) for output, sums in attended]),
+        parts_of("qwen3"),
+    ),
+    Mutant(
+        "parts: queries of one head go to another's keys",
+        "specdec.engine.paged_call.TextParts.attend",
+        lambda original: lambda self, query, *given: original(self, query.flip(1), *given),
+        parts_of("llama"),
+    ),
+    Mutant(
+        "parts: a chain's tokens do not see one another",
+        "specdec.engine.paged_call.PagedCall.attend_own",
+        lambda original: lambda self, *given: [original(self, *given)[0], original(self, *given)[1] * 0 - torch.inf],
+        parts_of("llama"),
+    ),
+    Mutant(
         "pages: windows are one token too wide",
-        "specdec.engine.paged.PagedPlan._attend_chains",
+        "specdec.engine.paged._Chains._attend_whole",
         wider_window,
         trees_of("mistral", PagedBackend),
     ),

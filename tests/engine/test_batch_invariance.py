@@ -6,6 +6,7 @@ In int8 always; in float32 and bfloat16 where the forward is one call of our ker
 import random
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,12 @@ def in_pieces(model: LanguageModel, text: Sequence[int], sizes: Sequence[int]) -
     return torch.cat(rows)
 
 
+@lru_cache(maxsize=8)  # texts of one model, and of the one before
+def one_by_one(model: LanguageModel, seed: int, length: int) -> torch.Tensor:
+    """Return the logits of a text of `text_of` that is fed by itself, token by token, with one thread."""
+    return in_pieces(model, text_of(model, seed, length), [1])
+
+
 def beside_others(model: LanguageModel, text: Sequence[int], num_others: int, size: int) -> torch.Tensor:
     """Return the logits of a text that is fed in pieces, between other sessions that feed other numbers of tokens."""
     rng, names = random.Random(num_others), [f"other {number}" for number in range(num_others)]
@@ -94,18 +101,16 @@ def beside_others(model: LanguageModel, text: Sequence[int], num_others: int, si
 class TestBits:
     @pytest.mark.parametrize("size", SIZES)
     def test_pieces_do_not_matter(self, model: LanguageModel, size: int) -> None:
-        text = text_of(model, 1)
-        assert torch.equal(in_pieces(model, text, [size]), in_pieces(model, text, [1]))
+        assert torch.equal(in_pieces(model, text_of(model, 1), [size]), one_by_one(model, 1, LENGTH))
 
     def test_one_prefill_equals_single_tokens(self, model: LanguageModel) -> None:
-        text = text_of(model, 2)
-        assert torch.equal(in_pieces(model, text, [LENGTH]), in_pieces(model, text, [1]))
+        assert torch.equal(in_pieces(model, text_of(model, 1), [LENGTH]), one_by_one(model, 1, LENGTH))
 
     @pytest.mark.parametrize("size", [1, 5])
     @pytest.mark.parametrize("num_others", [1, 4, 8, 15, 31])
     def test_other_sessions_do_not_matter(self, model: LanguageModel, num_others: int, size: int) -> None:
         text = text_of(model, 3, 20)
-        assert torch.equal(beside_others(model, text, num_others, size), in_pieces(model, text, [1]))
+        assert torch.equal(beside_others(model, text, num_others, size), one_by_one(model, 3, 20))
 
     def test_two_threads_give_the_same_bits(self, model: LanguageModel) -> None:
         """One thread may give others: attention divides its work among them."""

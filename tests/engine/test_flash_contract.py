@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen as torch_varlen
 
-from specdec.engine import Feed, LanguageModel, varlen
+from specdec.engine import Feed, LanguageModel, paged_call, varlen
 from specdec.engine.graphs import Graphs, Repeater
 from specdec.engine.paged import PagedBackend
 from specdec.engine.varlen import FLASH_PAGE_TOKENS, MAX_FLASH_SIZE
@@ -34,9 +34,15 @@ class StandIn:
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
         """Return what `takes_flash` would say on a GPU, of tensors in half precision."""
         size = query.shape[-1]
-        return size == value.shape[-1] and size % 8 == 0 and size <= MAX_FLASH_SIZE and key.shape[1] % 256 == 0
+        is_paged = key.dim() == 4
+        fits = size == value.shape[-1] and size % 8 == 0 and size <= MAX_FLASH_SIZE
+        return fits and (not is_paged or key.shape[1] % FLASH_PAGE_TOKENS == 0)
 
-    def attend(
+    def attend(self, query: torch.Tensor, key: torch.Tensor, *given: Any, **options: Any) -> Any:
+        """Attend to pages, or to keys in line."""
+        return (self._attend_pages if key.dim() == 4 else self._attend_packed)(query, key, *given, **options)
+
+    def _attend_pages(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -75,6 +81,34 @@ class StandIn:
             return found
         return found[0], found[1].flip(0) if regroups else found[1]
 
+    def _attend_packed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cu_q: torch.Tensor,
+        cu_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        **options: Any,
+    ) -> Any:
+        """Refuse what torch refuses where keys and values are not in pages."""
+        self.calls["packed"] += 1
+        assert query.dtype == key.dtype == value.dtype
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+        assert key.shape == value.shape
+        assert query.shape[1] == key.shape[1] or options["enable_gqa"]
+        assert int(cu_q[-1]) == len(query)
+        assert int(cu_k[-1]) == len(key)
+        assert int((cu_q[1:] - cu_q[:-1]).max()) <= max_q
+        assert int((cu_k[1:] - cu_k[:-1]).max()) <= max_k
+        with_queries, with_keys = cu_q[1:] > cu_q[:-1], cu_k[1:] > cu_k[:-1]
+        assert bool((with_keys | ~with_queries).all()), "a sequence without keys writes its sum to another's place"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(varlen, "takes_flash", lambda *tensors: False)
+            return PLAIN(query, key, value, cu_q, cu_k, max_q, max_k, **options)
+
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
@@ -102,6 +136,20 @@ def test_every_call_keeps_to_the_rules(name: str, stand_in: StandIn, tmp_path: P
     check_tree_rounds(model, reference)
     check_hidden_states(model, reference)
     assert stand_in.calls["plain" if name != "gpt_oss" else "sums"] > 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_in_parts_keep_to_the_rules(
+    name: str, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every text is divided, into parts of a page, of which all but the first are empty."""
+    monkeypatch.setattr(paged_call, "WHOLE_PAGES", 0)
+    monkeypatch.setattr(paged_call, "MIN_PART_PAGES", 1)
+    folder = architectures.build(name, tmp_path)
+    model, reference = on_pages(folder), ReferenceModel(folder)
+    check_pieces(model, reference)
+    check_tree_rounds(model, reference)
+    assert stand_in.calls["packed"] > 0
 
 
 @pytest.mark.parametrize(("name", "calls"), [("qwen3", {"regrouped"}), ("gpt_oss", {"sums"})])

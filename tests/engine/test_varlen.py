@@ -10,7 +10,7 @@ from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention.varlen import AuxRequest
 
 from specdec.engine import varlen
-from specdec.engine.varlen import attend_spans, masked_attention, merged, varlen_attn, with_sinks
+from specdec.engine.varlen import attend_spans, masked_attention, merged, one_set, varlen_attn, with_sinks
 
 HEADS, KV_HEADS, KEY_SIZE, VALUE_SIZE = 4, 2, 6, 5
 PAGE_TOKENS = 3
@@ -164,14 +164,14 @@ def test_parts_merge_to_the_whole(cut: int, nothing: float, softcap: float | Non
         for seen in (first, ~first, torch.ones_like(first))
     )
     other = other[0], torch.where(torch.isinf(other[1]), nothing, other[1])  # torch gives one infinity or the other
-    for got, expected in zip(merged(one, other), whole, strict=True):
+    for got, expected in zip(merged([one_set(one), one_set(other)]), whole, strict=True):
         torch.testing.assert_close(got, expected)
 
 
 def test_two_empty_parts_merge_to_nothing() -> None:
     query, key, value = attended_parts(2)
     nothing = masked_attention(query, key, value, torch.zeros(1, 3, 2, dtype=torch.bool), scale=1.0, softcap=None)
-    output, lse = merged(nothing, nothing)
+    output, lse = merged([one_set(nothing), one_set(nothing)])
     assert output.abs().max() == 0
     assert bool((lse == -torch.inf).all())
 
@@ -194,7 +194,7 @@ def test_not_a_number_stays_one() -> None:
     broken = masked_attention(query, key * torch.nan, value, seen, scale=1.0, softcap=None)
     sound = masked_attention(query, key, value, seen, scale=1.0, softcap=None)
     for pair in ((broken, sound), (sound, broken)):
-        assert bool(merged(*pair)[0].isnan().all())
+        assert bool(merged([*map(one_set, pair)])[0].isnan().all())
 
 
 def test_each_query_may_have_a_span_of_its_own() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Proposal, SparseDistribution
+from tests.support.counts import SWEEP
 from tests.support.enumeration import (
     ONE,
     ZERO,
@@ -28,7 +29,7 @@ from tests.support.enumeration import (
     prob_of,
     target_text_distribution,
 )
-from tests.support.pairs import DISTRIBUTIONS, SWEEP, markov_pairs, rotating_pair, sparse_markov_pair
+from tests.support.pairs import DISTRIBUTIONS, markov_pairs, rotating_pair, sparse_markov_pair
 
 # whether a drafter stops: by the draft's distribution after the tokens drawn so far, and by those tokens
 Stop = Callable[[SparseDistribution, History], bool]

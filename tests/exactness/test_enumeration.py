@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specdec.exact.acceptance import BlockRule, Thresholds, TokenRule
 from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms
+from tests.support.counts import SWEEP
 from tests.support.enumeration import (
     Distribution,
     Enumeration,
@@ -22,7 +23,6 @@ from tests.support.enumeration import (
     truncated,
 )
 from tests.support.mutants import SPARSE, WHOLE, AcceptsInclusively
-from tests.support.pairs import SWEEP
 
 
 def constant_pair(target: tuple[Fraction, ...], draft: SparseDistribution) -> Pair:

@@ -18,6 +18,7 @@ from coordinator.choosing.plans import MIN_FOUND, DraftPlan
 from coordinator.rounds import Drafted, draft
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Observations, Proposal, SparseDistribution
+from tests.support.counts import SWEEP
 from tests.support.enumeration import (
     Draws,
     Enumeration,
@@ -27,7 +28,7 @@ from tests.support.enumeration import (
     target_text_distribution,
     total_variation,
 )
-from tests.support.pairs import DISTRIBUTIONS, SWEEP, markov_pairs, rotating_pair, sparse_markov_pair
+from tests.support.pairs import DISTRIBUTIONS, markov_pairs, rotating_pair, sparse_markov_pair
 
 RULES = [TokenRule(), BlockRule()]
 NUM_DRAFT_TOKENS = 3

@@ -27,6 +27,7 @@ from specdec.exact.values import Observations, Proposal
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 from tests.support.cluster import save_tokenizer
+from tests.support.counts import TEXTS
 from tests.support.head_drafting import KINDS, TargetStates, drafting, packed
 from tests.support.toys import GenerationResult, ToyDrafter, ToyModel, ToyScorer, generate_text, new_chooser
 
@@ -38,7 +39,7 @@ PROMPT = (0, 1, 4, 2, 1, 3, 0)
 NUM_TOKENS = 3  # judged
 NUM_GENERATED = 5  # there is room for K in the first rounds
 NUM_DRAFT_TOKENS = 4
-NUM_GENERATIONS = 400
+NUM_GENERATIONS = 250 * TEXTS
 NUM_TOGETHER = 100
 REJECT_BELOW = 1e-6
 LAYERS = (0, 1, 2)  # all states of the target

@@ -61,14 +61,15 @@ async def texts_at_once(
         return [completion.tokens for completion in await asyncio.gather(*calls)]
 
 
-def plain_decoding(texts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the greedy texts of the model in int8, decoded token by token without any service."""
+@pytest.fixture(scope="module")
+def plain_decoding() -> list[tuple[int, ...]]:
+    """The greedy texts of the model in int8, decoded token by token without any service."""
     model = load_language_model(
         str(MODELS / "target"), device="cpu", dtype="float32", kv_cache_bytes=64 << 20, quantization="int8"
     )
     tokenizer = load_tokenizer(str(MODELS / "target"))
     results = []
-    for number, text in enumerate(texts):
+    for number, text in enumerate(prompts()):
         sequence, tokens = model.cache.open(str(number)), list(tokenizer.encode(text).ids)
         prompt_length = len(tokens)
         while len(tokens) < prompt_length + NUM_TOKENS:
@@ -79,9 +80,11 @@ def plain_decoding(texts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("speculation", [PLAIN, CHAINS, TREES], ids=["plain", "model", "recycle"])
-async def test_greedy_text_equals_plain_decoding(served: Cluster, speculation: SpeculationParams) -> None:
+async def test_greedy_text_equals_plain_decoding(
+    served: Cluster, plain_decoding: list[tuple[int, ...]], speculation: SpeculationParams
+) -> None:
     found = await texts_at_once(served, [(prompt, greedy()) for prompt in prompts()], speculation)
-    assert found == plain_decoding(prompts())
+    assert found == plain_decoding
 
 
 async def test_seeded_texts_do_not_depend_on_load(served: Cluster) -> None:

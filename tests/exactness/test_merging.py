@@ -15,6 +15,7 @@ from coordinator.merging import merged, shares
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.tree import is_tree
 from specdec.exact.values import Proposal, SparseDistribution
+from tests.support.counts import SWEEP
 from tests.support.enumeration import (
     ONE,
     ZERO,
@@ -28,7 +29,7 @@ from tests.support.enumeration import (
     target_text_distribution,
     total_variation,
 )
-from tests.support.pairs import DISTRIBUTIONS, SWEEP, markov_pairs, rotating_pair, sparse_markov_pair
+from tests.support.pairs import DISTRIBUTIONS, markov_pairs, rotating_pair, sparse_markov_pair
 from tests.support.trees import (
     WAYS,
     Candidate,

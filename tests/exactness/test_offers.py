@@ -25,6 +25,7 @@ from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 from target_service import offering
 from target_service.offering import SessionOffers, SharedSuccessors
+from tests.support.counts import TEXTS
 from tests.support.toys import (
     NUM_TOKENS,
     PROMPT,
@@ -39,7 +40,7 @@ from tests.support.toys import (
 
 torch.set_num_threads(1)
 
-NUM_GENERATIONS = 3_000
+NUM_GENERATIONS = 1_500 * TEXTS
 NUM_REPEATED = 300  # seeds
 NUM_OFFERED = 5
 NUM_GENERATED = 6  # so that later rounds draft from what earlier ones showed; the first NUM_TOKENS are judged

@@ -24,6 +24,7 @@ from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Observations, Proposal
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
+from tests.support.counts import TEXTS
 from tests.support.toys import (
     NUM_TOKENS,
     PROMPT,
@@ -38,7 +39,7 @@ from tests.support.toys import (
 
 torch.set_num_threads(1)
 
-NUM_GENERATIONS = 1_500
+NUM_GENERATIONS = 750 * TEXTS
 NUM_REPEATED = 300  # seeds
 NUM_DRAFT_TOKENS = 6
 NUM_GENERATED = 6  # so that later rounds draft from observations; the first NUM_TOKENS are judged

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Proposal, SparseDistribution
+from tests.support.counts import SWEEP
 from tests.support.enumeration import (
     ONE,
     Draws,
@@ -23,7 +24,7 @@ from tests.support.enumeration import (
     target_text_distribution,
     total_variation,
 )
-from tests.support.pairs import DISTRIBUTIONS, SWEEP, markov_pairs, rotating_pair, sparse_markov_pair
+from tests.support.pairs import DISTRIBUTIONS, markov_pairs, rotating_pair, sparse_markov_pair
 
 RULES = [TokenRule(), BlockRule()]
 CHANCES = [Fraction(1, 5), Fraction(2, 5), Fraction(3, 5)]

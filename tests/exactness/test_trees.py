@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Proposal
+from tests.support.counts import SWEEP
 from tests.support.enumeration import (
     Draws,
     Enumeration,
@@ -26,7 +27,7 @@ from tests.support.enumeration import (
     target_text_distribution,
     truncated,
 )
-from tests.support.pairs import DISTRIBUTIONS, SWEEP, markov_pairs, rotating_pair, sparse_markov_pair
+from tests.support.pairs import DISTRIBUTIONS, markov_pairs, rotating_pair, sparse_markov_pair
 from tests.support.trees import (
     LEAF,
     WAYS,

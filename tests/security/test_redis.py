@@ -59,7 +59,7 @@ async def test_wrong_logins_are_refused_without_the_password(tmp_path: Path) -> 
         stranger = Authority().files(tmp_path / "stranger", "x")
         distrusting = redis.url("right").replace(str(redis.files.ca), str(stranger.ca))
         for url in (redis.url(PASSWORD), plain, distrusting):
-            store = open_store(url, 60)
+            store = open_store(url, 60, patience_s=2.0)
             with pytest.raises(UnavailableError) as caught:
                 await store.ping()
             assert PASSWORD not in str(caught.value)

@@ -1,13 +1,10 @@
 """Pairs of distributions for the enumeration: chosen cases, and random ones."""
 
-import os
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from tests.support.enumeration import Dense, Pair, dense, markov_pair, truncated
-
-SWEEP = int(os.environ.get("EXACTNESS_SWEEP", "1"))  # `make exactness` tests this many times as many random examples
 
 # a target, a draft, and the size of the draft's support
 DISTRIBUTIONS: dict[str, tuple[Sequence[int], Sequence[int], int]] = {
