@@ -1,9 +1,10 @@
 """The attention backend for GPUs: torch's `varlen_attn` on a paged cache, one call a layer for all chained tokens.
 
 The tokens of trees take two calls more: one to the text before the tree, which flash attention can do, and one masked
-call among the tree's own tokens; the two are merged by their log-sum-exps. Layers with a soft cap, and trees in layers
-with a window, whose reach differs from token to token of a tree, are attended to in plain steps. On a CPU everything
-runs through the plain steps of `varlen.py`, so that tests need no GPU.
+call among the tree's own tokens; the two are merged by their log-sum-exps. Long texts are attended to in parts
+(`paged_call.py`). Layers with a soft cap, and trees in layers with a window, whose reach differs from token to token of
+a tree, are attended to in plain steps. On a CPU everything runs through the plain steps of `varlen.py`, so that tests
+need no GPU.
 """
 
 from collections.abc import Sequence

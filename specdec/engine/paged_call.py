@@ -18,7 +18,7 @@ from specdec.engine.attention import AttentionOptions
 from specdec.engine.paged_pool import LayerPages
 from specdec.engine.varlen import Attended, attend_spans, row_places, varlen_attn
 
-WHOLE_PAGES = 4  # a text of no more is not divided
+WHOLE_PAGES = 8  # a text of no more is not divided: merging would take longer
 MIN_PART_PAGES = 2
 MAX_PARTS = 16
 MAX_PART_ROWS = (

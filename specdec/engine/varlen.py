@@ -8,7 +8,7 @@ What torch's function is known for, and what is done about it:
 - a paged cache needs pages of a multiple of 256 tokens ("Paged KV cache block size must be divisible by 256": torch's
   flash_api.cpp, `mha_varlen_fwd`), heads of at most 256 numbers, a multiple of 8, as many in values as in keys;
 - with a paged cache more than one split gives wrong rows (pytorch issue 194167, torchtitan issue 3235): callers ask for
-  one, which walks through a long text on few of the processor's cores;
+  one, and give it long texts in parts (`paged_call.py`);
 - with one query a sequence and grouped heads the queries of a group become rows, and the log-sum-exp comes back in
   another order than it is written (`mha_varlen_fwd` reshapes it without the transpose of vllm-project/flash-attention
   pull request 87), so where it is wanted `max_q` is at least 2, which turns that off;
