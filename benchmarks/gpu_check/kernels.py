@@ -11,15 +11,13 @@ from torch.nn.attention.varlen import AuxRequest
 
 from benchmarks.gpu_check.place import Place
 from benchmarks.gpu_check.report import Report
-from specdec.engine.paged_call import PagedCall, TextParts, num_parts
+from specdec.engine.paged_call import DividedChains, PagedCall, num_parts
 from specdec.engine.paged_pool import LayerPages
 from specdec.engine.pool import LayerShape
 from specdec.engine.varlen import (
     FLASH_PAGE_TOKENS,
     Attended,
     attend_spans,
-    merged,
-    one_set,
     takes_flash,
     varlen_attn,
     window_spans,
@@ -106,16 +104,13 @@ def _check_parts(place: Place, report: Report, case: Case) -> None:
     call = PagedCall(cu_q, cu_k, used, tables, max(case.num_queries))
     layer = LayerPages(LayerShape(KV_HEADS, SIZE, SIZE), 0, FLASH_PAGE_TOKENS, keys.dtype, place.device)
     layer.keys, layer.values = keys, values
-    num_own = 0 if call.max_q == 1 else cu_q[1:] - cu_q[:-1]
     count = num_parts(tables.shape[1], len(query))
-    parts = TextParts(call, used - num_own, count, len(query), FLASH_PAGE_TOKENS)
-    attended = [parts.attend(query, layer, SIZE**-0.5)]
-    if call.max_q > 1:
-        own_keys, own_values = (_own(pages, call) for pages in (keys, values))
-        attended.append(one_set(call.attend_own(query, own_keys, own_values, SIZE**-0.5)))
+    chains = DividedChains(call, count, len(query), FLASH_PAGE_TOKENS)
+    own_keys, own_values = (_own(pages, call) for pages in (keys, values))
+    found = chains.attend(query, own_keys, own_values, layer, SIZE**-0.5, wants_lse=True)
     spans = window_spans(cu_q, used.long(), len(query), (-1, 0))
     plain = attend_spans(query, keys, values, cu_q, call.max_q, spans, tables, scale=SIZE**-0.5, softcap=None)
-    _compare(report, case, f"{count} parts", merged(attended), plain)
+    _compare(report, case, f"{count} parts", found, plain)
 
 
 def _own(pages: torch.Tensor, call: PagedCall) -> torch.Tensor:

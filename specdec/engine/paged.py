@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.engine.attention import AttentionOptions, PoolOptions, Segment
-from specdec.engine.paged_call import PagedCall, TextParts, num_parts
+from specdec.engine.paged_call import DividedChains, PagedCall, TextParts, num_parts
 from specdec.engine.paged_pool import LayerPages, PagedPool
 from specdec.engine.paged_row import DeviceNumbers, PagedRow
 from specdec.engine.pool import LayerShape
@@ -80,9 +80,8 @@ class _Chains:
 
     def __init__(self, call: PagedCall, num_rows: int, page_tokens: int) -> None:
         self._call = call
-        # single tokens see all of the text; of longer chains each token sees others of its own
-        num_own = 0 if call.max_q == 1 else call.cu_q[1:] - call.cu_q[:-1]
-        self._parts = text_parts(call, call.used - num_own, num_rows, page_tokens)
+        count = num_parts(call.tables.shape[1], num_rows)
+        self._divided = DividedChains(call, count, num_rows, page_tokens) if count > 1 else None
 
     def attend(
         self,
@@ -93,28 +92,16 @@ class _Chains:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Let each token see what comes before it, and itself: [tokens, heads, size] -> [tokens, heads, value_size]."""
-        if options.softcap is None and options.window is None and self._parts:
-            attended: Attended | torch.Tensor = self._attend_parts(query, key, value, layer, options)
+        if self._divided and options.softcap is None and options.window is None:
+            own = key.to(query.dtype), value.to(query.dtype)
+            attended: Attended | torch.Tensor = self._divided.attend(
+                query, *own, layer, options.scaling, wants_lse=options.sinks is not None
+            )
         else:
             attended = self._attend_whole(query, layer, options)
         if isinstance(attended, torch.Tensor):
             return attended
         return (with_sinks(attended, options.sinks) if options.sinks is not None else attended)[0].to(query.dtype)
-
-    def _attend_parts(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        layer: LayerPages,
-        options: AttentionOptions,
-    ) -> Attended:
-        assert self._parts is not None
-        attended = [self._parts.attend(query, layer, options.scaling)]
-        if self._call.max_q > 1:
-            own = key.to(query.dtype), value.to(query.dtype)
-            attended.append(one_set(self._call.attend_own(query, *own, options.scaling)))
-        return merged(attended, wants_lse=options.sinks is not None)
 
     def _attend_whole(
         self, query: torch.Tensor, layer: LayerPages, options: AttentionOptions
@@ -129,12 +116,6 @@ class _Chains:
         return call.attend(query, layer, window, options.scaling, wants_lse=options.sinks is not None)
 
 
-def text_parts(call: PagedCall, num_seen: torch.Tensor, num_rows: int, page_tokens: int) -> TextParts | None:
-    """Return the parts of a call's texts, or None where they are not divided."""
-    count = num_parts(call.tables.shape[1], num_rows)
-    return TextParts(call, num_seen, count, num_rows, page_tokens) if count > 1 else None
-
-
 def _call(name: str, numbers: DeviceNumbers, max_q: int) -> PagedCall:
     cu_q, cu_k, used, tables = (numbers[f"{name}_{part}"] for part in ("cu_q", "cu_k", "used", "tables"))
     return PagedCall(cu_q, cu_k, used, tables, max_q)
@@ -146,7 +127,9 @@ class _Trees:
     def __init__(self, numbers: DeviceNumbers, max_tree: int, page_tokens: int) -> None:
         self.rows = numbers["tree_rows"].long()  # [nodes]: of the packed row
         self._call = _call("tree", numbers, max_tree)
-        self._parts = text_parts(self._call, self._call.used, len(self.rows), page_tokens)
+        count = num_parts(self._call.tables.shape[1], len(self.rows))
+        text = self._call, self._call.used
+        self._parts = TextParts(*text, count, len(self.rows), page_tokens) if count > 1 else None
         self._positions = numbers["tree_positions"].long()  # [nodes]
         self._nodes = numbers["tree_nodes"].long()  # [trees, size]: the nodes of each, padded
         self._mask = numbers["tree_mask"].bool()  # [trees, size, size]: the column's is an ancestor, or the row's own

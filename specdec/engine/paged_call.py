@@ -16,14 +16,12 @@ from torch.nn.attention.varlen import AuxRequest
 
 from specdec.engine.attention import AttentionOptions
 from specdec.engine.paged_pool import LayerPages
-from specdec.engine.varlen import Attended, attend_spans, row_places, varlen_attn
+from specdec.engine.varlen import Attended, attend_spans, merged, one_set, row_places, varlen_attn
 
 WHOLE_PAGES = 8  # a text of no more is not divided: merging would take longer
 MIN_PART_PAGES = 2
 MAX_PARTS = 16
-MAX_PART_ROWS = (
-    1024  # tokens times parts: each is attended to and merged, which costs more than waiting in a large batch
-)
+MAX_PART_ROWS = 1024  # tokens times parts: each is merged, which costs more than waiting in a large batch
 
 
 class PagedCall(NamedTuple):
@@ -143,6 +141,32 @@ class TextParts:
                 self._cu_q * group, self._cu_k, self._used, self._tables, self._max_q * group
             )
         return self._calls[group]
+
+
+class DividedChains:
+    """Chained tokens after long texts: they attend to the texts in parts, and to one another."""
+
+    def __init__(self, call: PagedCall, num_parts: int, num_rows: int, page_tokens: int) -> None:
+        self._call = call
+        # single tokens see all of their text, themselves included; of longer chains each sees others of its own
+        num_own = 0 if call.max_q == 1 else call.cu_q[1:] - call.cu_q[:-1]
+        self._parts = TextParts(call, call.used - num_own, num_parts, num_rows, page_tokens)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: LayerPages,
+        scaling: float,
+        *,
+        wants_lse: bool,
+    ) -> Attended:
+        """Attend from the entries' tokens, whose keys and values are given and stored; see `merged`."""
+        attended = [self._parts.attend(query, layer, scaling)]
+        if self._call.max_q > 1:
+            attended.append(one_set(self._call.attend_own(query, key, value, scaling)))
+        return merged(attended, wants_lse=wants_lse)
 
 
 def num_parts(num_pages: int, num_rows: int) -> int:

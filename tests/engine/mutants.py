@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.varlen import AuxRequest
 
 from specdec.engine.attention import NewBackend, Segment
 from specdec.engine.compiled import ROW_NUMBERS, CompiledBackend, RowwiseCompiledBackend
 from specdec.engine.contiguous import ContiguousPool
 from specdec.engine.decoder import PackedRow
 from specdec.engine.paged import PagedBackend
+from specdec.engine.paged_call import PagedCall
 from specdec.engine.paged_pool import PagedPool
 from specdec.engine.paged_row import PagedRow
 from specdec.engine.sdpa import SdpaBackend
+from specdec.engine.varlen import varlen_attn
 from tests.engine import test_batch_invariance, test_graphs, test_loop, test_loop_trees, test_sequence
 from tests.engine.scenarios import TEXT_LENGTH, check_hidden_states, check_tree_rounds
 from tests.engine.test_sequence import Texts
@@ -143,6 +146,13 @@ def move_keys_only(self: ContiguousPool, key: str, first: int, slots: Sequence[i
     begin = self.first_slot(key)
     for layer in self.layers:
         layer.keys[begin + first : begin + first + len(slots)] = layer.keys[torch.tensor(slots) + begin]
+
+
+def seeing_all_own(call: PagedCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> Any:
+    sizes = call.cu_q, call.cu_q, call.max_q, call.max_q
+    options: Any = {"return_aux": AuxRequest(lse=True), "scale": scaling, "enable_gqa": True}
+    output, lse = varlen_attn(query, key, value, *sizes, **options)
+    return output, lse.T
 
 
 def counting_empty_parts(original: Original) -> Any:
@@ -316,7 +326,7 @@ MUTANTS = [
     ),
     Mutant(
         "parts: each has the same weight",
-        "specdec.engine.paged.merged",
+        "specdec.engine.paged_call.merged",
         lambda original: lambda attended, wants_lse: original([(output, sums * 0) for output, sums in attended]),
         parts_of("qwen3"),
     ),
@@ -324,6 +334,12 @@ MUTANTS = [
         "parts: queries of one head go to another's keys",
         "specdec.engine.paged_call.TextParts.attend",
         lambda original: lambda self, query, *given: original(self, query.flip(1), *given),
+        parts_of("llama"),
+    ),
+    Mutant(
+        "parts: a chain's tokens see later ones",
+        "specdec.engine.paged_call.PagedCall.attend_own",
+        lambda _: seeing_all_own,
         parts_of("llama"),
     ),
     Mutant(

@@ -38,11 +38,7 @@ class StandIn:
         fits = size == value.shape[-1] and size % 8 == 0 and size <= MAX_FLASH_SIZE
         return fits and (not is_paged or key.shape[1] % FLASH_PAGE_TOKENS == 0)
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, *given: Any, **options: Any) -> Any:
-        """Attend to pages, or to keys in line."""
-        return (self._attend_pages if key.dim() == 4 else self._attend_packed)(query, key, *given, **options)
-
-    def _attend_pages(
+    def attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -54,60 +50,45 @@ class StandIn:
         **options: Any,
     ) -> Any:
         """Refuse what torch refuses; then attend in plain steps, and spoil what torch spoils."""
-        used, tables, wants_lse = options["seqused_k"], options["block_table"], options["return_aux"].lse
-        left, right = options["window_size"]
         lengths = cu_q[1:] - cu_q[:-1]
-        num_sequences, num_groups = len(lengths), query.shape[1] // key.shape[2]
         assert query.dtype == key.dtype == value.dtype
-        assert all(numbers.dtype == torch.int32 for numbers in (cu_q, cu_k, used, tables))
-        assert all(numbers.is_contiguous() for numbers in (cu_q, cu_k, used))
-        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value, tables))
-        assert len(cu_k) == num_sequences + 1 == len(used) + 1 == len(tables) + 1
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        assert all(numbers.is_contiguous() for numbers in (cu_q, cu_k))
+        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         assert key.shape == value.shape
-        assert key.shape[1] % FLASH_PAGE_TOKENS == 0
         assert options["num_splits"] == 1
-        assert num_groups == 1 or options["enable_gqa"]
+        assert query.shape[1] == key.shape[-2] or options["enable_gqa"]
         assert int(cu_q[-1]) == len(query)
         assert int(lengths.max()) <= max(max_q, 1)
-        assert int(used.max()) <= max_k == tables.shape[1] * key.shape[1]
-        assert int(used.min()) > 0, "an empty sequence writes its sum to another's place"
-        regroups = max_q == 1 and num_groups > 1 and left < 0 and right < 0
-        assert not regroups or len(query) == num_sequences, "the queries are reshaped by sequences"
-        self.calls["regrouped" if regroups else "sums" if wants_lse else "plain"] += 1
+        if key.dim() == 4:
+            used, regroups = options["seqused_k"], self._regroups(query, key, max_q, options["window_size"])
+            self._check_pages(key, max_k, used, options["block_table"], len(lengths))
+            assert not regroups or len(query) == len(lengths), "the queries are reshaped by sequences"
+        else:
+            used, regroups = cu_k[1:] - cu_k[:-1], False
+            assert int(cu_k[-1]) == len(key)
+            assert int(used.max()) <= max_k
+        assert bool(((used > 0) | (lengths == 0)).all()), "an empty sequence writes its sum to another's place"
+        wants_lse = options["return_aux"].lse
+        self.calls["packed" if key.dim() == 3 else "regrouped" if regroups else "sums" if wants_lse else "plain"] += 1
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(varlen, "takes_flash", lambda *tensors: False)
             found = PLAIN(query, key, value, cu_q, cu_k, max_q, max_k, **options)
-        if not wants_lse:
-            return found
-        return found[0], found[1].flip(0) if regroups else found[1]
+        return (found[0], found[1].flip(0)) if wants_lse and regroups else found
 
-    def _attend_packed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        cu_q: torch.Tensor,
-        cu_k: torch.Tensor,
-        max_q: int,
-        max_k: int,
-        **options: Any,
-    ) -> Any:
-        """Refuse what torch refuses where keys and values are not in pages."""
-        self.calls["packed"] += 1
-        assert query.dtype == key.dtype == value.dtype
-        assert cu_q.dtype == cu_k.dtype == torch.int32
-        assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-        assert key.shape == value.shape
-        assert query.shape[1] == key.shape[1] or options["enable_gqa"]
-        assert int(cu_q[-1]) == len(query)
-        assert int(cu_k[-1]) == len(key)
-        assert int((cu_q[1:] - cu_q[:-1]).max()) <= max_q
-        assert int((cu_k[1:] - cu_k[:-1]).max()) <= max_k
-        with_queries, with_keys = cu_q[1:] > cu_q[:-1], cu_k[1:] > cu_k[:-1]
-        assert bool((with_keys | ~with_queries).all()), "a sequence without keys writes its sum to another's place"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(varlen, "takes_flash", lambda *tensors: False)
-            return PLAIN(query, key, value, cu_q, cu_k, max_q, max_k, **options)
+    def _regroups(self, query: torch.Tensor, key: torch.Tensor, max_q: int, window: tuple[int, int]) -> bool:
+        return max_q == 1 and query.shape[1] > key.shape[2] and max(window) < 0
+
+    def _check_pages(
+        self, key: torch.Tensor, max_k: int, used: torch.Tensor, tables: torch.Tensor, num_sequences: int
+    ) -> None:
+        assert used.dtype == tables.dtype == torch.int32
+        assert used.is_contiguous()
+        assert tables.stride(-1) == 1
+        assert len(used) == len(tables) == num_sequences
+        assert key.shape[1] % FLASH_PAGE_TOKENS == 0
+        assert int(used.max()) <= max_k == tables.shape[1] * key.shape[1]
+        assert int(used.min()) > 0
 
 
 @pytest.fixture

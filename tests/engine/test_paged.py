@@ -119,9 +119,10 @@ def test_a_chain_is_a_tree_without_branches(window: int | None) -> None:
     torch.testing.assert_close(as_tree, as_chain)
 
 
-def test_all_tokens_of_a_forward_may_be_trees() -> None:
-    backend, options = backend_of(9), AttentionOptions(0.5)
-    attend(backend, [Segment("a", 0, 5)], options)
-    output = attend(backend, [Segment("a", 5, 3, (0, 0, 1))], options)
+@pytest.mark.parametrize("length", [5, 60])
+def test_all_tokens_of_a_forward_may_be_trees(length: int) -> None:
+    backend, options = backend_of(17), AttentionOptions(0.5)
+    attend(backend, [Segment("a", 0, length)], options)
+    output = attend(backend, [Segment("a", length, 3, (0, 0, 1))], options)
     assert bool(output.isfinite().all())
     assert not torch.equal(output[0], output[1])

@@ -40,7 +40,7 @@ from tests.support.toys import (
 
 torch.set_num_threads(1)
 
-NUM_GENERATIONS = 1_500 * TEXTS
+NUM_GENERATIONS = 3_000 * TEXTS
 NUM_REPEATED = 300  # seeds
 NUM_OFFERED = 5
 NUM_GENERATED = 6  # so that later rounds draft from what earlier ones showed; the first NUM_TOKENS are judged

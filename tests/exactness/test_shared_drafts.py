@@ -39,7 +39,7 @@ from tests.support.toys import (
 
 torch.set_num_threads(1)
 
-NUM_GENERATIONS = 750 * TEXTS
+NUM_GENERATIONS = 1_500 * TEXTS
 NUM_REPEATED = 300  # seeds
 NUM_DRAFT_TOKENS = 6
 NUM_GENERATED = 6  # so that later rounds draft from observations; the first NUM_TOKENS are judged
