@@ -91,7 +91,8 @@ def _check(place: Place, report: Report, case: Case) -> None:
 
 
 def _compare(report: Report, case: Case, by: str, found: Attended, plain: Attended) -> None:
-    worst = max(float((ours.float() - theirs).abs().max()) for ours, theirs in zip(found, plain, strict=True))
+    differences = [(ours.float() - theirs).abs().max() for ours, theirs in zip(found, plain, strict=True)]
+    worst = float(torch.stack(differences).max())  # also of what is no number, which Python's own would pass over
     report.add(f"attention: {case.name}", worst <= MAX_DIFFERENCE, f"{by}, largest difference {worst:.1e}")
 
 
