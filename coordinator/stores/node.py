@@ -1,6 +1,7 @@
 """One Redis server: its connections, and commands that are answered on one of them."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -14,6 +15,7 @@ from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 MAX_CALLS = 64  # at once; Redis executes them one by one
+CALLS_SHARE = 0.64  # of a pool's connections; the others are for replies that nobody waits for
 SOCKET_TIMEOUT_S = 2.0
 Command = tuple[Any, ...]
 
@@ -50,7 +52,9 @@ class Node:
     def __init__(self, pool: ConnectionPool) -> None:
         self.pool = pool
         # the pool does not wait: it raises where a connection is missing
-        self.turns = asyncio.Semaphore(min(MAX_CALLS, pool.max_connections))
+        num_calls = min(MAX_CALLS, math.ceil(CALLS_SHARE * pool.max_connections))
+        self.turns = asyncio.Semaphore(num_calls)
+        self._max_given_up: int = pool.max_connections - num_calls
         self.on_break: Callable[[], None] = lambda: None  # called when a connection is found broken
         self._timeout_s: float = pool.connection_kwargs.get("socket_timeout") or SOCKET_TIMEOUT_S
         self._idle: list[Any] = []  # connections of the pool that wait for their next call
@@ -59,6 +63,7 @@ class Node:
         self._num_under_way = 0  # exchanges of single calls
         self._joined: list[tuple[Command, asyncio.Future[Any]]] = []  # calls that the next message will have
         self._sending = set[asyncio.Task[None]]()  # such messages
+        self._given_up = set[asyncio.Task[None]]()  # exchanges whose callers have left
 
     async def call(self, command: Command) -> Any:
         """Send a command, and return its reply, which may be an error reply; raises as `execute`.
@@ -105,26 +110,30 @@ class Node:
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands together on one connection; return the replies, error replies among them.
 
-        Raises RedisError where the connection fails, and closes it: a later reply must not answer another command.
+        Raises RedisError where the connection fails, and closes it: a later reply must not answer another command. A
+        caller that is cancelled leaves at once; its replies are read without it, and the connection stays. Closed, it
+        would look broken when it is next used, and clients that leave could make all others wait for a store that is
+        well.
         """
-        connection = await self._connection()
+        connection, replies = await self._connection(), list[Any]()
         try:
-            replies = await self._exchange(connection, commands)
-        except BaseException as error:
-            if isinstance(error, RedisError | OSError):
-                self._note_break(connection)
-            await connection.disconnect(nowait=True)
-            await asyncio.shield(self._release(connection))
+            await self._exchange(connection, commands, replies)
+        except asyncio.CancelledError:
+            num_left = len(commands) - len(replies)
+            if connection.is_connected and len(self._given_up) < self._max_given_up:
+                self._read_alone(connection, num_left)
+            else:
+                await self._fail(connection)
             raise
-        if connection.should_reconnect():
-            await asyncio.shield(self._release(connection))
-        else:
-            self._idle.append(connection)
+        except BaseException as error:
+            await self._fail(connection, is_broken=isinstance(error, RedisError | OSError))
+            raise
+        await self._keep(connection)
         return replies
 
-    async def _exchange(self, connection: Any, commands: Sequence[Command]) -> list[Any]:
+    async def _exchange(self, connection: Any, commands: Sequence[Command], replies: list[Any]) -> None:
+        """Send commands, and append their replies as they come."""
         message = b"".join(map(hiredis.pack_command, commands))
-        replies = []
         try:
             async with asyncio.timeout(self._timeout_s) as timer:
                 await connection.send_packed_command(message)
@@ -134,7 +143,39 @@ class Node:
                     replies.append(await _reply(connection))
         except TimeoutError:
             raise RedisTimeoutError("the server did not answer in time") from None
-        return replies
+
+    def _read_alone(self, connection: Any, num_replies: int) -> None:
+        """Let a task read the replies that nobody waits for."""
+        reading = asyncio.create_task(self._read_rest(connection, num_replies), name="replies that nobody waits for")
+        self._given_up.add(reading)
+        reading.add_done_callback(self._given_up.discard)
+
+    async def _read_rest(self, connection: Any, num_replies: int) -> None:
+        try:
+            for _ in range(num_replies):
+                async with asyncio.timeout(self._timeout_s):
+                    await _reply(connection)
+        except (RedisError, OSError):
+            await self._fail(connection, is_broken=True)
+        except BaseException:
+            await self._fail(connection)
+            raise
+        else:
+            await self._keep(connection)
+
+    async def _keep(self, connection: Any) -> None:
+        """Let the next call have a connection."""
+        if connection.should_reconnect():
+            await asyncio.shield(self._release(connection))
+        else:
+            self._idle.append(connection)
+
+    async def _fail(self, connection: Any, *, is_broken: bool = False) -> None:
+        """Close a connection."""
+        if is_broken:
+            self._note_break(connection)
+        await connection.disconnect(nowait=True)
+        await asyncio.shield(self._release(connection))
 
     async def _connection(self) -> Any:
         """Return a connection that is open and has nothing to read."""
@@ -186,11 +227,14 @@ class Node:
 
     async def close(self) -> None:
         """Close all connections."""
+        for reading in self._given_up:
+            reading.cancel()
+        await asyncio.gather(*self._given_up, return_exceptions=True)
         await self.pool.disconnect()
 
 
 async def _reply(connection: Any) -> Any:
     try:
-        return await connection.read_response()
+        return await connection.read_response(disconnect_on_error=False)
     except ResponseError as error:
         return error

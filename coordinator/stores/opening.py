@@ -11,7 +11,7 @@ from redis.exceptions import RedisError
 
 from coordinator.stores.client import PATIENCE_S, RedisClient
 from coordinator.stores.cluster import ClusterRoute
-from coordinator.stores.node import MAX_CALLS, Node, options
+from coordinator.stores.node import Node, options
 from coordinator.stores.routes import FixedRoute, Route
 from coordinator.stores.sentinel import SentinelRoute
 from specdec.serving.store_url import QUOTING, StoreUrl
@@ -56,7 +56,7 @@ def memory_pool() -> ConnectionPool:
     except ModuleNotFoundError:
         remedy = "install redis-server, pip install 'specdec[embedded]', or give --store redis://..."
         raise ValueError(f"a store in this process needs the package fakeredis; {remedy}") from None
-    pool: ConnectionPool = fakeredis.FakeAsyncRedis(max_connections=MAX_CALLS).connection_pool
+    pool: ConnectionPool = fakeredis.FakeAsyncRedis().connection_pool
     return pool
 
 

@@ -1,7 +1,8 @@
 """Calls to one Redis server: which share a message, what becomes of those that are given up, which connections stay."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from coordinator.stores.node import Command, Node
 from coordinator.stores.opening import memory_pool, server_pool
-from tests.support.redis_server import running_redis
+from tests.support.redis_server import RedisServer, running_redis
 
 
 class Watched(Node):
@@ -73,22 +74,98 @@ async def test_all_calls_of_a_lost_message_fail() -> None:
     assert node.sizes == [1, 4]
 
 
-async def test_connections_are_kept_until_they_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_made = 0
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """The connections that were made, each as often as it was."""
+    made = list[Connection]()
     connect = Connection._connect
 
-    async def counted(self: Connection) -> None:
-        nonlocal num_made
-        num_made += 1
+    async def noted(self: Connection) -> None:
+        made.append(self)
         await connect(self)  # type: ignore[no-untyped-call]
 
-    monkeypatch.setattr(Connection, "_connect", counted)
+    monkeypatch.setattr(Connection, "_connect", noted)
+    return made
+
+
+@asynccontextmanager
+async def real_node(options: str = "") -> AsyncIterator[tuple[Node, RedisServer, list[None]]]:
+    """Run a Redis; yield the node, the server, and the breaks that the node tells of."""
+    breaks = list[None]()
     with running_redis() as server:
-        node = Node(server_pool(server.url))
+        node = Node(server_pool(server.url + options))
+        node.on_break = lambda: breaks.append(None)
+        yield node, server, breaks
+        await node.close()
+
+
+async def test_connections_are_kept_until_they_are_dropped(made: list[Connection]) -> None:
+    async with real_node() as (node, _, _):
         for number in range(3):
             assert await node.execute([counting(number)]) == [str(number).encode()]
-        assert num_made == 1
+        assert len(made) == 1
         await node.drop()
         assert await node.execute([counting(3)]) == [b"3"]
-        assert num_made == 2
+        assert len(made) == 2
+
+
+SLOW: Command = ("BLPOP", "nothing is here", "0.2")
+
+
+async def given_up(node: Node, *commands: Command) -> None:
+    """Send commands, and leave before they are answered."""
+    call = asyncio.create_task(node.execute(commands))
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+def read_alone() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if "nobody waits for" in task.get_name()]
+
+
+async def test_a_caller_that_leaves_breaks_no_connection(made: list[Connection]) -> None:
+    """What it was sent is read without it, answers nobody else, and the store looks no less well than before."""
+    async with real_node() as (node, _, breaks):
+        await node.execute([counting(0)])
+        await given_up(node, counting(1), SLOW, counting(2))
+        await given_up(node, SLOW)
+        assert await node.execute([counting(3)]) == [b"3"]
+        await asyncio.sleep(0.4)
+        for number in range(4, 8):
+            assert await node.execute([counting(number)]) == [str(number).encode()]
+        replies = await asyncio.gather(*(node.execute([counting(number)]) for number in range(3)))
+        assert replies == [[b"0"], [b"1"], [b"2"]]
+        assert (len(set(made)), len(made), breaks) == (3, 3, [])
+
+
+async def test_a_connection_that_breaks_when_its_caller_has_left_is_noted(made: list[Connection]) -> None:
+    async with real_node() as (node, server, breaks):
+        await given_up(node, ("BLPOP", "nothing is here", "0"))
+        server.kill()
+        await asyncio.sleep(0.1)
+        assert breaks == [None]
+        server.start()
+        assert await node.execute([counting(1)]) == [b"1"]
+
+
+async def test_callers_that_leave_take_no_more_connections_than_there_are() -> None:
+    async with real_node("?max_connections=4") as (node, _, _):
+        for _ in range(4):  # of which one may be read without its caller
+            await given_up(node, SLOW)
+        assert len(read_alone()) == 1
+        calls = []
+        for number in range(6):
+            await node.turns.acquire()
+            calls.append(asyncio.create_task(node.execute([counting(number)])))
+            calls[-1].add_done_callback(lambda _: node.turns.release())
+        assert await asyncio.gather(*calls) == [[str(number).encode()] for number in range(6)]
+
+
+async def test_nothing_is_read_any_more_once_a_node_is_closed() -> None:
+    async with real_node() as (node, _, breaks):
+        await given_up(node, ("BLPOP", "nothing is here", "0"))
         await node.close()
+        assert breaks == []
+        assert not read_alone()

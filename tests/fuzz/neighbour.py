@@ -14,6 +14,7 @@ SAMPLING = SamplingParams(temperature=0, seed=HONEST_SEED, max_new_tokens=MAX_NE
 DRAFTED = SpeculationParams(num_draft_tokens=3, drafter="model")
 PAUSE_S = 0.2  # between its sessions: it is a neighbour, not a load
 MAX_CPU_GAP_S = 1.0
+MAX_IDLE_GAP_S = 1.0
 MAX_GAP_S = 60.0
 
 
@@ -21,9 +22,9 @@ MAX_GAP_S = 60.0
 class Neighbour:
     """What became of its sessions.
 
-    How long it waits for a chunk is counted in processor time of the service that took most of it meanwhile: what
-    blocks a service takes that, however busy the machine is with others. A service that waits for ever takes none; it
-    is found by the clock.
+    How long it waits for a chunk is counted in two ways, neither of which depends on how busy the machine is with
+    others. In processor time of the service that took most of it meanwhile: what blocks a service takes that. And in
+    time in which no service had anything to do: a wait that nothing is gained by.
     """
 
     services: Services
@@ -31,10 +32,12 @@ class Neighbour:
     num_sessions: int = 0
     max_gap_s: float = 0.0
     max_cpu_gap_s: float = 0.0
+    max_idle_gap_s: float = 0.0
     gaps_s: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     _at_s: float = 0.0
     _cpu_s: dict[str, float] = field(default_factory=dict)
+    _busy_s: float = 0.0
 
     async def run(self) -> None:
         """Complete one session after the other, until cancelled."""
@@ -60,17 +63,25 @@ class Neighbour:
             return ()
         return tokens
 
+    def describe(self) -> str:
+        """Return what a person reads."""
+        waits = f"waited {self.max_gap_s:.2f} s at most, {self.max_cpu_gap_s:.2f} s for a service at work"
+        return f"{self.num_sessions} sessions, {waits}, {self.max_idle_gap_s:.2f} s for none"
+
     def _mark(self) -> None:
-        self._at_s, self._cpu_s = time.monotonic(), self.services.cpu_s()
+        self._at_s, self._cpu_s, self._busy_s = time.monotonic(), self.services.cpu_s(), self.services.busy_s()
 
     def _progress(self) -> None:
-        before_s, before_cpu_s = self._at_s, self._cpu_s
+        before_s, before_cpu_s, before_busy_s = self._at_s, self._cpu_s, self._busy_s
         self._mark()
         gap_s, cpu_gap_s = self._at_s - before_s, max(self._cpu_s[name] - before_cpu_s[name] for name in before_cpu_s)
+        idle_gap_s = max(0.0, gap_s - (self._busy_s - before_busy_s))
         self.gaps_s.append(gap_s)
         self.max_gap_s, self.max_cpu_gap_s = max(self.max_gap_s, gap_s), max(self.max_cpu_gap_s, cpu_gap_s)
-        if cpu_gap_s > MAX_CPU_GAP_S or gap_s > MAX_GAP_S:
-            self.wrong.append(f"a neighbour waited {gap_s:.1f} s, {cpu_gap_s:.1f} s of them for a service at work")
+        self.max_idle_gap_s = max(self.max_idle_gap_s, idle_gap_s)
+        if cpu_gap_s > MAX_CPU_GAP_S or idle_gap_s > MAX_IDLE_GAP_S or gap_s > MAX_GAP_S:
+            parts = f"{cpu_gap_s:.1f} s of them for a service at work, {idle_gap_s:.1f} s for none"
+            self.wrong.append(f"a neighbour waited {gap_s:.1f} s, {parts}")
 
 
 @asynccontextmanager

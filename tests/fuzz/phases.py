@@ -47,8 +47,7 @@ async def _watched(services: Services, report: Report) -> AsyncIterator[Neighbou
     services.errors.clear()
     async with neighbouring(services) as neighbour:
         yield neighbour
-    gaps = f"waited {neighbour.max_gap_s:.2f} s at most, {neighbour.max_cpu_gap_s:.2f} s for a service at work"
-    report.neighbour = f"{neighbour.num_sessions} sessions, {gaps}"
+    report.neighbour = neighbour.describe()
     report.wrong += [*neighbour.wrong, *services.errors, *services.crashed()]
 
 

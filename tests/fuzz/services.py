@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,7 @@ NUM_WARM_UPS = 5
 HONEST_SEED = 4_242_424_242  # workers do not lie to sessions with this seed
 MAX_NEW_TOKENS = 24
 START_S = 120.0
+SCHEDULED = Path("/proc/self/schedstat")
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 # what a coordinator logs of a worker that lies, which is no fault of its own
 EXPECTED_ERRORS = ("malformed_description", "Exception deserializing message!")
@@ -48,6 +50,15 @@ class Services:
     def cpu_s(self) -> dict[str, float]:
         """Return the processor time that each service has taken."""
         return {child.name: _cpu_s(child.pid) for child in self.children}
+
+    def busy_s(self) -> float:
+        """Return the time in which the services, and this process with the liars, ran or waited for a processor.
+
+        Where Linux does not count it, that is all of the time.
+        """
+        if not SCHEDULED.exists():
+            return time.monotonic()
+        return sum(map(_busy_s, (os.getpid(), *(child.pid for child in self.children))))
 
 
 class Starting:
@@ -121,6 +132,15 @@ def _is_honest_draft(opening: bytes) -> bool:
 def _status_kb(pid: int, name: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def _busy_s(pid: int) -> float:
+    """Return it of a process, from Linux' /proc/PID/task/TID/schedstat: nanoseconds on a processor, and in a queue."""
+    total_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # a thread may end meanwhile
+            total_ns += sum(map(int, path.read_text().split()[:2]))
+    return total_ns / 1e9
 
 
 def _cpu_s(pid: int) -> float:

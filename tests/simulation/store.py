@@ -29,7 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from coordinator.session_ids import SECRET_BYTES
 from coordinator.stores.client import WAIT_TIMEOUT_MS
-from coordinator.stores.node import MAX_CALLS, SOCKET_TIMEOUT_S, Node
+from coordinator.stores.node import SOCKET_TIMEOUT_S, Node
 from coordinator.stores.routes import FixedRoute
 from tests.simulation.loop import CURRENT, outside_of_processes, virtual_loop
 
@@ -140,7 +140,6 @@ class SimulatedRedis:
             version=(7,),
             retry=Retry(NoBackoff(), 0),
             protocol=2,
-            max_connections=MAX_CALLS,
         )
         return FixedRoute(Node(pool))
 
