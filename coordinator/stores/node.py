@@ -125,7 +125,7 @@ class Node:
             else:
                 await self._fail(connection)
             raise
-        except BaseException as error:
+        except Exception as error:
             await self._fail(connection, is_broken=isinstance(error, RedisError | OSError))
             raise
         await self._keep(connection)
@@ -157,7 +157,7 @@ class Node:
                     await _reply(connection)
         except (RedisError, OSError):
             await self._fail(connection, is_broken=True)
-        except BaseException:
+        except asyncio.CancelledError:  # by `close`
             await self._fail(connection)
             raise
         else:
