@@ -11,11 +11,12 @@ import hiredis
 from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import MaxConnectionsError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 MAX_CALLS = 64  # at once; Redis executes them one by one
-CALLS_SHARE = 0.64  # of a pool's connections; the others are for replies that nobody waits for
+CALLS_SHARE = 0.64  # of a pool's connections; the others are for replies that nobody waits for,
+NUM_SPARE = 4  # but for these: calls that need no turn
 SOCKET_TIMEOUT_S = 2.0
 Command = tuple[Any, ...]
 
@@ -54,7 +55,7 @@ class Node:
         # the pool does not wait: it raises where a connection is missing
         num_calls = min(MAX_CALLS, math.ceil(CALLS_SHARE * pool.max_connections))
         self.turns = asyncio.Semaphore(num_calls)
-        self._max_given_up: int = pool.max_connections - num_calls
+        self._max_given_up: int = pool.max_connections - num_calls - NUM_SPARE
         self.on_break: Callable[[], None] = lambda: None  # called when a connection is found broken
         self._timeout_s: float = pool.connection_kwargs.get("socket_timeout") or SOCKET_TIMEOUT_S
         self._idle: list[Any] = []  # connections of the pool that wait for their next call
@@ -113,14 +114,14 @@ class Node:
         Raises RedisError where the connection fails, and closes it: a later reply must not answer another command. A
         caller that is cancelled leaves at once; its replies are read without it, and the connection stays. Closed, it
         would look broken when it is next used, and clients that leave could make all others wait for a store that is
-        well.
+        well. That remains for what could not be sent yet, and where more leave at once than the pool has connections.
         """
         connection, replies = await self._connection(), list[Any]()
         try:
             await self._exchange(connection, commands, replies)
         except asyncio.CancelledError:
             num_left = len(commands) - len(replies)
-            if connection.is_connected and len(self._given_up) < self._max_given_up:
+            if connection.is_connected and len(self._given_up) + len(self._sending) < self._max_given_up:
                 self._read_alone(connection, num_left)
             else:
                 await self._fail(connection)
@@ -155,11 +156,11 @@ class Node:
             for _ in range(num_replies):
                 async with asyncio.timeout(self._timeout_s):
                     await _reply(connection)
-        except (RedisError, OSError):
-            await self._fail(connection, is_broken=True)
         except asyncio.CancelledError:  # by `close`
             await self._fail(connection)
             raise
+        except Exception as error:
+            await self._fail(connection, is_broken=isinstance(error, RedisError | OSError))
         else:
             await self._keep(connection)
 
@@ -183,13 +184,23 @@ class Node:
             connection: Any = self._idle.pop()
             if connection.is_connected and not await connection.can_read():
                 return connection
-            await asyncio.shield(self._release(connection))  # the pool knows how to make it again
-        with no_lost_cancellation():
-            return await self._from_pool()
+            await connection.disconnect(nowait=True)  # the pool makes it again
+            await asyncio.shield(self._release(connection))
+        connection = None
+        try:
+            with no_lost_cancellation():
+                connection = await self._from_pool()
+        except asyncio.CancelledError:
+            if connection is not None:
+                self._idle.append(connection)
+            raise
+        return connection
 
     async def _from_pool(self) -> Any:
         try:
             connection: Any = await self.pool.get_connection()  # type: ignore[no-untyped-call]
+        except MaxConnectionsError:
+            raise
         except (RedisError, OSError):
             self._count_break()
             raise

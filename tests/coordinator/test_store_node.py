@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import hiredis
 import pytest
 from redis.asyncio import Connection
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -151,16 +152,61 @@ async def test_a_connection_that_breaks_when_its_caller_has_left_is_noted(made: 
 
 
 async def test_callers_that_leave_take_no_more_connections_than_there_are() -> None:
-    async with real_node("?max_connections=4") as (node, _, _):
-        for _ in range(4):  # of which one may be read without its caller
-            await given_up(node, SLOW)
+    async with real_node("?max_connections=14") as (node, _, _):
+        for _ in range(8):  # of which one may be read without its caller
+            await given_up(node, ("BLPOP", "nothing is here", "1"))
         assert len(read_alone()) == 1
         calls = []
-        for number in range(6):
+        for _ in range(12):
             await node.turns.acquire()
-            calls.append(asyncio.create_task(node.execute([counting(number)])))
+            calls.append(asyncio.create_task(node.execute([SLOW])))
             calls[-1].add_done_callback(lambda _: node.turns.release())
-        assert await asyncio.gather(*calls) == [[str(number).encode()] for number in range(6)]
+        assert await asyncio.gather(*calls) == [[None]] * 12
+
+
+async def test_a_connection_that_is_read_alone_comes_back_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Connection.read_response
+    async with real_node("?max_connections=14") as (node, _, _):
+        for _ in range(16):
+            await node.execute([counting(0)])
+            monkeypatch.setattr(Connection, "read_response", never)
+            call = asyncio.create_task(node.execute([counting(1)]))
+            await asyncio.sleep(0.01)
+            monkeypatch.setattr(Connection, "read_response", unreadable)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await asyncio.sleep(0.01)
+            monkeypatch.setattr(Connection, "read_response", read)
+        assert await node.execute([counting(2)]) == [b"2"]
+
+
+async def never(_: Connection, **__: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def unreadable(_: Connection, **__: object) -> None:
+    raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text")
+
+
+async def test_callers_that_leave_while_they_connect_take_no_connection_with_them() -> None:
+    async with real_node("?max_connections=4") as (node, _, _):
+        for num_steps in range(60):
+            await node.drop()
+            call = asyncio.create_task(node.execute([counting(0)]))
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        assert await node.execute([counting(1)]) == [b"1"]
+
+
+async def test_what_nobody_asked_for_answers_nobody(made: list[Connection]) -> None:
+    async with real_node() as (node, _, breaks):
+        await node.execute([counting(0)])
+        await made[0].send_packed_command([hiredis.pack_command(counting(9))])
+        await asyncio.sleep(0.05)
+        assert await node.execute([counting(1)]) == [b"1"]
+        assert breaks == [None]
 
 
 async def test_nothing_is_read_any_more_once_a_node_is_closed() -> None:

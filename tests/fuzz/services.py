@@ -38,6 +38,8 @@ class Services:
     draft_liar: Liar
     children: Sequence[Child]
     errors: list[str] = field(default_factory=list)  # that services logged
+    # Linux' /proc/PID/task/TID/schedstat: on a processor, and in a queue for one; of threads that have ended, too
+    _scheduled_ns: dict[Path, int] = field(default_factory=dict)
 
     def crashed(self) -> list[str]:
         """Return a sentence for each service that ended."""
@@ -58,7 +60,11 @@ class Services:
         """
         if not SCHEDULED.exists():
             return time.monotonic()
-        return sum(map(_busy_s, (os.getpid(), *(child.pid for child in self.children))))
+        for pid in (os.getpid(), *(child.pid for child in self.children)):
+            for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+                with suppress(OSError):  # a thread may end meanwhile
+                    self._scheduled_ns[path] = sum(map(int, path.read_text().split()[:2]))
+        return sum(self._scheduled_ns.values()) / 1e9
 
 
 class Starting:
@@ -132,15 +138,6 @@ def _is_honest_draft(opening: bytes) -> bool:
 def _status_kb(pid: int, name: str) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def _busy_s(pid: int) -> float:
-    """Return it of a process, from Linux' /proc/PID/task/TID/schedstat: nanoseconds on a processor, and in a queue."""
-    total_ns = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        with suppress(OSError):  # a thread may end meanwhile
-            total_ns += sum(map(int, path.read_text().split()[:2]))
-    return total_ns / 1e9
 
 
 def _cpu_s(pid: int) -> float:
