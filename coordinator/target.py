@@ -218,6 +218,7 @@ class SessionScorer:
         with spans.span("score"):
             reply = await self._stream.ask(committed, message)
         try:
+            codec.check_num_observed(reply.observations, len(committed) + len(proposal))
             scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
             if bool(scores.logprobs) != self._wants_logprobs:
                 raise codec.MalformedReply("log probabilities that are missing, or were not asked for")

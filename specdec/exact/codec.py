@@ -60,11 +60,15 @@ def _packed_ids(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
-def supports_from_proto(message: types_pb2.SparseDistributions) -> list[list[int]]:
+def supports_from_proto(
+    message: types_pb2.SparseDistributions, max_supports: int = MAX_DRAFT_TOKENS
+) -> list[list[int]]:
     """Unpack the supports. Raises MalformedReply where the arrays contradict each other."""
-    sizes = _unpack(message.sizes, UINT32)
-    ids = _unpack(message.token_ids, UINT32)
-    if sum(sizes) != len(ids) or any(not 1 <= size <= MAX_SUPPORT_TOKENS for size in sizes):
+    sizes = _unpack(message.sizes, UINT32, max_supports)
+    if any(not 1 <= size <= MAX_SUPPORT_TOKENS for size in sizes):
+        raise MalformedReply(f"supports of sizes {sizes[:8]}; each has 1 to {MAX_SUPPORT_TOKENS} tokens")
+    ids = _unpack(message.token_ids, UINT32, sum(sizes))
+    if sum(sizes) != len(ids):
         raise MalformedReply(f"supports of sizes {sizes[:8]} with {len(ids)} token ids")
     supports = _cut(ids, sizes)
     if any(len(set(support)) != len(support) for support in supports):
@@ -72,12 +76,15 @@ def supports_from_proto(message: types_pb2.SparseDistributions) -> list[list[int
     return supports
 
 
-def distributions_from_proto(message: types_pb2.SparseDistributions) -> list[SparseDistribution]:
+def distributions_from_proto(
+    message: types_pb2.SparseDistributions, max_distributions: int = MAX_DRAFT_TOKENS
+) -> list[SparseDistribution]:
     """Unpack distributions. Raises MalformedReply unless each is finite, positive and sums to 1 within rounding."""
-    supports = supports_from_proto(message)
-    values = _unpack(message.probs, FLOAT32)
-    if len(values) != sum(map(len, supports)):
-        raise MalformedReply(f"{len(values)} probabilities for {sum(map(len, supports))} tokens")
+    supports = supports_from_proto(message, max_distributions)
+    num_tokens = sum(map(len, supports))
+    values = _unpack(message.probs, FLOAT32, num_tokens)
+    if len(values) != num_tokens:
+        raise MalformedReply(f"{len(values)} probabilities for {num_tokens} tokens")
     cut = _cut(values, map(len, supports))
     distributions = [SparseDistribution(tuple(ids), tuple(probs)) for ids, probs in zip(supports, cut, strict=True)]
     for distribution in distributions:
@@ -87,9 +94,12 @@ def distributions_from_proto(message: types_pb2.SparseDistributions) -> list[Spa
     return distributions
 
 
-def _unpack(data: bytes, dtype: np.dtype[Any]) -> list[Any]:
+def _unpack(data: bytes, dtype: np.dtype[Any], max_values: int) -> list[Any]:
+    """Return the values of an array. Raises MalformedReply for more than may be expected, which are not looked at."""
     if not data:
         return []
+    if len(data) > max_values * dtype.itemsize:
+        raise MalformedReply(f"{len(data)} bytes, where at most {max_values} {dtype.itemsize}-byte values are expected")
     if len(data) % dtype.itemsize:
         raise MalformedReply(f"{len(data)} bytes are not a whole number of {dtype.itemsize}-byte values")
     values: list[Any] = np.frombuffer(data, dtype).tolist()
@@ -159,9 +169,9 @@ def next_round_from_proto(message: target_pb2.NextRound, context_length: int) ->
 
 def offer_from_proto(message: target_pb2.Offer, num_offered: int, vocab_size: int) -> Proposal:
     """Check what a target worker offers to draft: a tree of so many tokens at most, all chosen."""
+    if len(message.draft_tokens) > num_offered:
+        raise MalformedReply(f"{len(message.draft_tokens)} tokens are offered where {num_offered} were asked for")
     tokens = tuple(message.draft_tokens)
-    if len(tokens) > num_offered:
-        raise MalformedReply(f"{len(tokens)} tokens are offered where {num_offered} were asked for")
     if max(tokens, default=0) >= vocab_size:
         raise MalformedReply(f"a token is offered past the target's vocabulary of {vocab_size}")
     return Proposal(tokens, tuple(map(one_hot, tokens)), checked_parents(message.parents, len(tokens)))
@@ -184,10 +194,10 @@ def _shipped(proposal: Proposal) -> tuple[list[SparseDistribution], Sequence[int
 
 def proposal_from_proto(message: draft_pb2.ProposeResponse, num_draft_tokens: int, vocab_size: int) -> Proposal:
     """Check a draft worker's answer: a tree of at most K tokens, each in its own distribution's support."""
+    if len(message.tokens) > num_draft_tokens:
+        raise MalformedReply(f"{len(message.tokens)} tokens where {num_draft_tokens} were asked for")
     tokens = tuple(message.tokens)
-    if len(tokens) > num_draft_tokens:
-        raise MalformedReply(f"{len(tokens)} tokens where {num_draft_tokens} were asked for")
-    distributions = distributions_from_proto(message.distributions)
+    distributions = distributions_from_proto(message.distributions, len(tokens))
     sources = _checked_sources(message.sources, len(tokens), len(distributions))
     drawn_from = tuple(
         distributions[source - 1] if source else one_hot(token) for token, source in zip(tokens, sources, strict=True)
@@ -201,7 +211,7 @@ def proposal_from_proto(message: draft_pb2.ProposeResponse, num_draft_tokens: in
 
 def draft_supports_from_proto(message: target_pb2.Score) -> list[list[int]]:
     """Return the support of each draft token's distribution, [N]. Raises MalformedReply."""
-    supports = supports_from_proto(message.supports)
+    supports = supports_from_proto(message.supports, len(message.draft_tokens))
     sources = _checked_sources(message.sources, len(message.draft_tokens), len(supports))
     drawn_from = [
         supports[source - 1] if source else [token] for token, source in zip(message.draft_tokens, sources, strict=True)
@@ -268,6 +278,12 @@ def observations_from_proto(message: types_pb2.Observations) -> Observations:
     return Observations(message.start, hidden, top)
 
 
+def check_num_observed(message: types_pb2.Observations, num_tokens: int) -> None:
+    """Raise MalformedReply for observations of more tokens than there are; asked before they are split by token."""
+    if message.count > num_tokens:
+        raise MalformedReply(f"observations of {message.count} tokens, where there are {num_tokens}")
+
+
 def _split(data: bytes, count: int) -> tuple[bytes, ...]:
     if not data:
         return ()
@@ -297,12 +313,9 @@ def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, voc
     """Check a target worker's answer against the proposal it scored. Raises MalformedReply."""
     unions = proposal.unions()
     sizes = [len(token_ids) for token_ids in unions]
-    probs, mass, tokens = (
-        _unpack(data, dtype)
-        for data, dtype in (
-            (message.support_probs, FLOAT32), (message.tail_mass, FLOAT32), (message.tail_tokens, UINT32)
-        )
-    )  # fmt: skip
+    probs = _unpack(message.support_probs, FLOAT32, sum(sizes))
+    mass = _unpack(message.tail_mass, FLOAT32, len(sizes))
+    tokens = _unpack(message.tail_tokens, UINT32, len(sizes))
     if not (len(probs) == sum(sizes) and len(mass) == len(tokens) == len(sizes)):
         raise MalformedReply(f"{len(probs)} probabilities and {len(mass)} tails for supports of sizes {sizes}")
     if max(tokens) >= vocab_size:
@@ -310,7 +323,9 @@ def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, voc
     positions = tuple(map(TargetDistribution, map(tuple, _cut(probs, sizes)), mass, tokens))
     for position in positions:
         _check_target_distribution(position)
-    logprobs = tuple(map(_logprobs_from_proto, message.logprobs))
+    if len(message.logprobs) not in (0, len(sizes)):
+        raise MalformedReply(f"{len(message.logprobs)} entries of log probabilities for {len(sizes)} positions")
+    logprobs = tuple(map(_logprobs_from_proto, message.logprobs, sizes))
     if logprobs:
         _check_logprobs(logprobs, unions, tokens)
         _check_top(logprobs, vocab_size)
@@ -331,8 +346,6 @@ def _check_logprobs(
     logprobs: Sequence[PositionLogprobs], unions: Sequence[Sequence[int]], tail_tokens: Sequence[int]
 ) -> None:
     """Raise MalformedReply unless each position has the log probability of every token that may be emitted there."""
-    if len(logprobs) != len(tail_tokens):
-        raise MalformedReply(f"{len(logprobs)} entries of log probabilities for {len(tail_tokens)} positions")
     for position, token_ids, tail_token in zip(logprobs, unions, tail_tokens, strict=True):
         if not position.by_token.keys() >= {*token_ids, tail_token}:
             raise MalformedReply("a token that may be emitted has no log probability")
@@ -361,8 +374,10 @@ def _logprobs_to_proto(row: PositionLogprobs) -> target_pb2.PositionLogprobs:
     )
 
 
-def _logprobs_from_proto(message: target_pb2.PositionLogprobs) -> PositionLogprobs:
-    tokens, values = _unpack(message.token_ids, UINT32), _unpack(message.logprobs, FLOAT32)
+def _logprobs_from_proto(message: target_pb2.PositionLogprobs, support_size: int) -> PositionLogprobs:
+    max_tokens = support_size + 1 + MAX_LOGPROBS  # with the tail's
+    tokens = _unpack(message.token_ids, UINT32, max_tokens)
+    values = _unpack(message.logprobs, FLOAT32, max_tokens)
     split = len(tokens) - message.num_top
     if len(tokens) != len(values) or split < 0:
         raise MalformedReply(f"{len(values)} log probabilities, {message.num_top} of them top, {len(tokens)} tokens")

@@ -358,16 +358,92 @@ def test_noise_is_refused_or_is_scores(probs: bytes, mass: bytes, tokens: bytes)
     assert all(position.tail_token < VOCAB_SIZE for position in scores.positions)
 
 
-def test_many_observed_layers_are_refused_without_a_copy() -> None:
-    flood = types_pb2.ObservationRequest(hidden_layers=[1] * 200_000)
+FLOOD = 200_000
+ONES = packed([1] * FLOOD, U)
+
+
+def offered() -> target_pb2.Offer:
+    return target_pb2.Offer(draft_tokens=[1] * FLOOD)
+
+
+def flooded(**fields: Any) -> target_pb2.ScoreResponse:
+    message = good_scores()
+    message.MergeFrom(target_pb2.ScoreResponse(**fields))
+    return message
+
+
+def with_many_rows() -> target_pb2.ScoreResponse:
+    message = good_scores()
+    message.logprobs.extend([message.logprobs[0]] * 20_000)
+    return message
+
+
+def with_a_long_row() -> target_pb2.ScoreResponse:
+    message = good_scores()
+    message.logprobs[0].MergeFrom(target_pb2.PositionLogprobs(token_ids=ONES, logprobs=ONES))
+    return message
+
+
+def proposed(**fields: Any) -> draft_pb2.ProposeResponse:
+    return draft_pb2.ProposeResponse(**fields)
+
+
+def read_scores(message: target_pb2.ScoreResponse) -> object:
+    return codec.scores_from_proto(message, PROPOSAL, VOCAB_SIZE)
+
+
+def read_proposal(message: draft_pb2.ProposeResponse) -> object:
+    return codec.proposal_from_proto(message, 3, VOCAB_SIZE)
+
+
+def test_observations_of_more_tokens_than_there_are_are_refused() -> None:
+    codec.check_num_observed(types_pb2.Observations(count=7), 7)
+    with pytest.raises(codec.MalformedReply, match="of 8 tokens, where there are 7"):
+        codec.check_num_observed(types_pb2.Observations(count=8), 7)
+
+
+FLOODS: dict[str, tuple[Callable[[Any], object], Any]] = {
+    "observed layers": (
+        lambda message: codec.observation_request_from_proto(message, 4),
+        types_pb2.ObservationRequest(hidden_layers=[1] * FLOOD),
+    ),
+    "probabilities of supports": (read_scores, flooded(support_probs=ONES)),
+    "tail masses": (read_scores, flooded(tail_mass=ONES)),
+    "tail tokens": (read_scores, flooded(tail_tokens=ONES)),
+    "log probabilities of many positions": (read_scores, with_many_rows()),
+    "log probabilities of many tokens": (read_scores, with_a_long_row()),
+    "offered tokens": (lambda message: codec.offer_from_proto(message, 4, VOCAB_SIZE), offered()),
+    "draft tokens": (read_proposal, proposed(tokens=[1] * FLOOD)),
+    "supports": (read_proposal, proposed(tokens=[1], distributions=types_pb2.SparseDistributions(sizes=ONES))),
+    "tokens of supports": (
+        read_proposal,
+        proposed(
+            tokens=[1],
+            distributions=types_pb2.SparseDistributions(sizes=packed([1], U), token_ids=ONES, probs=packed([1], F)),
+        ),
+    ),
+    "probabilities of drafts": (
+        read_proposal,
+        proposed(
+            tokens=[1],
+            distributions=types_pb2.SparseDistributions(sizes=packed([1], U), token_ids=packed([1], U), probs=ONES),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_more_than_is_expected_is_refused_without_a_look(name: str) -> None:
+    """A service that reads a million values serves nobody else meanwhile."""
+    read, flood = FLOODS[name]
     tracemalloc.start()
     try:
-        with pytest.raises(codec.MalformedReply, match="at most 8 of"):
-            codec.observation_request_from_proto(flood, 4)
+        with pytest.raises(codec.MalformedReply):
+            read(flood)
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 200_000
+    assert peak_bytes < 5 * FLOOD  # an array of bytes is copied where it is read, but not taken apart
 
 
 @given(
