@@ -2,9 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from prometheus_client import REGISTRY
@@ -57,6 +57,23 @@ async def target(tmp_path: Path) -> AsyncIterator[tuple[str, Path]]:
         yield address, model
 
 
+MakeSlow: TypeAlias = Callable[..., SlowForwards]
+
+
+@pytest.fixture
+def slow_forwards(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSlow]:
+    """Make forwards slow; at the end all pass, so that a test that fails does not hang as well."""
+    made = list[SlowForwards]()
+
+    def make(num_passing: int = 0) -> SlowForwards:
+        made.append(SlowForwards(monkeypatch, num_passing))
+        return made[-1]
+
+    yield make
+    for forwards in made:
+        forwards.open()
+
+
 async def until(condition: Any) -> None:
     while not condition():  # noqa: ASYNC110  # the state of another thread
         await asyncio.sleep(0.001)
@@ -68,10 +85,10 @@ def kv_usage() -> float:
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["at the owner", "at another coordinator"])
 async def test_cancelling_stops_a_long_prefill(
-    target: tuple[str, Path], redis_url: str, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+    target: tuple[str, Path], redis_url: str, slow_forwards: MakeSlow, elsewhere: bool
 ) -> None:
     address, model = target
-    forwards = SlowForwards(monkeypatch)
+    forwards = slow_forwards()
     settings = {"target": address, "draft": "", "tokenizer": str(model), "store": redis_url}
     async with (
         serving_coordinator(**settings) as one,
@@ -99,10 +116,10 @@ async def test_cancelling_stops_a_long_prefill(
 
 
 async def test_a_worker_says_that_a_round_is_in_progress(
-    target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+    target: tuple[str, Path], slow_forwards: MakeSlow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_stream, "IN_PROGRESS_S", 0.01)
-    forwards = SlowForwards(monkeypatch)
+    forwards = slow_forwards()
     async with watching(target_watch(resolver(target[0]), open_worker_channel)) as pool:
         workers = TargetWorkers(pool, timeout_s=20, patience_s=0)
         scorer = workers.open(
@@ -116,10 +133,10 @@ async def test_a_worker_says_that_a_round_is_in_progress(
         await scorer.close()
 
 
-async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelling_frees_the_cache(target: tuple[str, Path], slow_forwards: MakeSlow) -> None:
     """Of rounds that were committed before the one that is cut."""
     address, model = target
-    forwards = SlowForwards(monkeypatch, num_passing=5)
+    forwards = slow_forwards(num_passing=5)
     async with (
         serving_coordinator(target=address, draft="", tokenizer=str(model)) as served,
         AsyncClient(served) as client,
@@ -129,6 +146,8 @@ async def test_cancelling_frees_the_cache(target: tuple[str, Path], monkeypatch:
             prompt_token_ids=[7] * 10, sampling=sampling, speculation=SpeculationParams(num_draft_tokens=0)
         )
         chunks = [await anext(stream)]
+        while sum(len(chunk.tokens) for chunk in chunks) < 5:  # the target goes on before these are committed
+            chunks.append(await anext(stream))
         await until(lambda: forwards.num_begun == 6)
         assert kv_usage() > 0
         await client.cancel(chunks[0].session_id)
