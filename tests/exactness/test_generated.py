@@ -451,7 +451,7 @@ async def test_repeated_calls_decide_the_same(name: str) -> None:
 def over_the_wire(distributions: list[SparseDistribution]) -> list[SparseDistribution]:
     """Return distributions as their receiver sees them."""
     message = distributions_to_proto(distributions).SerializeToString()
-    return distributions_from_proto(types_pb2.SparseDistributions.FromString(message))
+    return distributions_from_proto(types_pb2.SparseDistributions.FromString(message), len(distributions))
 
 
 def test_the_shipped_distribution_is_the_drawn_one() -> None:
