@@ -18,13 +18,11 @@ import torch
 
 from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOptions, Segment
 from specdec.engine.contiguous import ContiguousPool, LayerPool
-from specdec.engine.native import has_tiles, kernels, num_lanes
+from specdec.engine.native import kernels, num_lanes
 from specdec.engine.pool import LayerShape
 from specdec.engine.sdpa import Part, new_pool
-from specdec.types import MAX_DRAFT_TOKENS
 
 DTYPES = (torch.float32, torch.bfloat16)
-ROUND_TOKENS = MAX_DRAFT_TOKENS + 1  # of one sequence, at most; more are a prompt's
 # of one sequence, by the kernel's lanes: more go through torch's, where that is faster (docs/benchmarks.md)
 MAX_TOKENS = {4: 8, 8: sys.maxsize, 16: sys.maxsize}
 MIN_SHARED_NUMBERS = 2_000_000  # of keys and values that a forward reads; fewer are not worth a second thread
@@ -47,10 +45,9 @@ class _Attention(ctypes.Structure):
     )
 
 
-def max_tokens(dtype: torch.dtype) -> int:
+def max_tokens() -> int:
     """Return how many tokens of one sequence the kernel takes faster than torch's on this processor."""
-    most = MAX_TOKENS[num_lanes()]
-    return min(most, ROUND_TOKENS) if dtype == torch.bfloat16 and has_tiles() else most
+    return MAX_TOKENS[num_lanes()]
 
 
 def has_kernel(options: PoolOptions) -> bool:
@@ -75,7 +72,7 @@ class CompiledBackend:
     def __init__(self, shapes: Sequence[LayerShape], options: PoolOptions) -> None:
         self.pool = new_pool(shapes, options)
         self._threads = _Threads()
-        self._max_tokens = sys.maxsize if self.is_rowwise else max_tokens(options.dtype)
+        self._max_tokens = sys.maxsize if self.is_rowwise else max_tokens()
 
     def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
         """See `AttentionBackend`."""

@@ -17,6 +17,9 @@
 #if defined(__x86_64__) && !defined(__clang__)
 #define HAS_VERSIONS // for wider vectors than every processor has
 #include <immintrin.h>
+#if defined(__linux__) && __GNUC__ >= 12
+#define HAS_TILES // of Intel's matrix unit
+#endif
 #endif
 
 // One layer's attention; sizes and strides in numbers, not in bytes.
@@ -49,6 +52,7 @@ typedef struct {
     int64_t num_in, num_out;
     int64_t is_bf16;       // the rows and what is computed, and two inputs a step; else float32, and one
     int64_t lanes;         // a block has twice as many channels
+    int64_t has_tiles;     // multiply in tiles: where specdec_has_tiles, and a row is one of whole tiles, of 64 bytes each
 } Weight;
 
 int64_t specdec_room(const Attention *all);

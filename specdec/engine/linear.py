@@ -11,7 +11,7 @@ is depends on type, shape, processor and number of threads alone, never on a mea
 import torch
 from torch import nn
 
-from specdec.engine.native import Weight, has_pairs, multiply, num_lanes
+from specdec.engine.native import Weight, has_pairs, in_tiles, multiply, num_lanes
 
 MIN_FLOAT32_LANES = 8  # narrower vectors have no kernel of ours
 # Against plain float32, one thread, 135M Llama. EPYC (Zen 5): whole forwards 1.65 times as fast with 1 row and
@@ -44,7 +44,8 @@ class PackedLinear(nn.Module):
 class KernelLinear(nn.Module):
     """As `PackedLinear`, by our own kernel, on one thread (`linear_kernel.c`): a row's bits depend on it alone.
 
-    With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read.
+    With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read; with
+    the matrix unit 32.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -67,6 +68,7 @@ class KernelLinear(nn.Module):
             num_out=self.out_features,
             is_bf16=is_bf16,
             lanes=num_lanes(),
+            has_tiles=is_bf16 and in_tiles(2 * self.in_features),
         )
 
     @property

@@ -38,16 +38,22 @@ static ALWAYS_INLINE float NAME(reach)(const void *row, int64_t first, int64_t n
     return reach;
 }
 
+// Round numbers by a scale, to digits as they are stored.
+static ALWAYS_INLINE void NAME(divide)(FLOATS numbers, float scale, NAME(bytes) *low, NAME(bytes) *high)
+{
+    const NAME(ints) stored = __builtin_convertvector(numbers / scale + ROUNDING, NAME(ints));
+    *low = __builtin_convertvector(stored & 255, NAME(bytes));
+    *high = __builtin_convertvector(stored >> 8 & 255, NAME(bytes));
+}
+
 // Round a row to digits, as number `place` of its tile.
 static ALWAYS_INLINE void NAME(round_row)(const void *row, int64_t first, int64_t num_in, NAME(Tile) *tile, int64_t place,
                                           const int is_bf16)
 {
     const float scale = NAME(reach)(row, first, num_in, is_bf16) / MAX_LEVEL;
     for (int64_t index = 0; index < num_in; index += LANES) {
-        const FLOATS numbers = NAME(load)(row, first + index, num_in - index, is_bf16);
-        const NAME(ints) stored = __builtin_convertvector(numbers / scale + ROUNDING, NAME(ints));
-        const NAME(bytes) low = __builtin_convertvector(stored & 255, NAME(bytes));
-        const NAME(bytes) high = __builtin_convertvector(stored >> 8 & 255, NAME(bytes));
+        NAME(bytes) low, high;
+        NAME(divide)(NAME(load)(row, first + index, num_in - index, is_bf16), scale, &low, &high);
         for (int part = 0; part < LANES / STEP && index + part * STEP < num_in; part++) {
             int32_t *digits = tile->digits + ((index / STEP + part) * tile->count + place) * 2;
             memcpy(digits, (const uint8_t *)&low + part * STEP, STEP);
@@ -65,7 +71,7 @@ static ALWAYS_INLINE FLOATS NAME(scaled)(__m512i sums, __m512i zeros, FLOATS sca
     return product;
 }
 
-// Write LANES channels of a row, from `channel` on.
+// Write a row's LANES channels, from `channel` on.
 static ALWAYS_INLINE void NAME(put)(const Weight *all, void *output, int64_t row, int64_t channel, FLOATS sums)
 {
     const int64_t left = all->num_out - channel, first = row * all->num_out + channel;

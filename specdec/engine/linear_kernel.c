@@ -6,6 +6,8 @@
 #include "kernels.h"
 
 #define SPAN_BYTES 512  // of a row, added up by themselves: a long sum of float32 loses digits
+#define REQUEST_PERMISSION 0x1023  // ARCH_REQ_XCOMP_PERM, see Linux' Documentation/arch/x86/xstate.rst
+#define TILE_DATA 18               // XFEATURE_XTILE_DATA
 #define FETCHED 8192  // bytes of the weight between what is multiplied and what is fetched
 
 #ifdef HAS_VERSIONS
@@ -41,6 +43,15 @@
 #pragma GCC pop_options
 #endif
 
+#ifdef HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8,prefer-vector-width=512")
+#include "linear_tiles.h"
+#pragma GCC pop_options
+#endif
+
 #ifdef HAS_VERSIONS
 static int has_wide_vectors(void)
 {
@@ -68,9 +79,24 @@ int64_t specdec_has_bytes(void)
 #endif
 }
 
+// Return whether this processor multiplies in tiles, and Linux lets this process use them, which has to be asked for.
+int64_t specdec_has_tiles(void)
+{
+#ifdef HAS_TILES
+    const int has_unit = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") && __builtin_cpu_supports("amx-int8");
+    return has_unit && specdec_has_pairs() && specdec_has_bytes() && !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
+#else
+    return 0;
+#endif
+}
+
 // Return how many bytes of memory `multiply` needs for so many rows.
 int64_t specdec_product_room(const Weight *weight, int64_t num_rows)
 {
+#ifdef HAS_TILES
+    if (weight->has_tiles)
+        return tiles_room(weight, num_rows);
+#endif
 #ifdef HAS_VERSIONS
     return weight->scales ? num_rows * (2 * weight->num_in + (int64_t)sizeof(Tile_int8)) : 0;
 #else
@@ -83,6 +109,12 @@ int64_t specdec_product_room(const Weight *weight, int64_t num_rows)
 void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows, char *room)
 {
 #ifdef HAS_VERSIONS
+#ifdef HAS_TILES
+    if (weight->has_tiles && weight->scales)
+        return multiply_int8_tiles(weight, rows, output, num_rows, room);
+    if (weight->has_tiles)
+        return multiply_bf16_tiles(weight, rows, output, num_rows, room);
+#endif
     if (weight->scales)
         multiply_all_int8(weight, rows, output, num_rows, room);
     else if (weight->is_bf16)

@@ -12,6 +12,8 @@ import torch
 
 EXTENSION = "specdec.engine._kernels"  # built by setup.py
 
+TILE_BYTES = 64  # of a row, in one tile of the matrix unit
+
 _POINTER = ctypes.c_void_p
 
 
@@ -29,6 +31,7 @@ def kernels() -> ctypes.CDLL | None:
         "attend": (None, [_POINTER, _POINTER, number, _POINTER]),
         "store": (None, [_POINTER, _POINTER, number, _POINTER, number, number]),
         "has_bytes": (number, []),
+        "has_tiles": (number, []),
         "multiply": (None, [_POINTER, _POINTER, _POINTER, number, _POINTER]),
         "product_room": (number, [_POINTER, number]),
         "forward_room": (number, [_POINTER, number]),
@@ -52,7 +55,7 @@ class Weight(ctypes.Structure):
 
     _fields_: ClassVar = (
         *((name, _POINTER) for name in ("numbers", "bias", "scales", "zeros")),
-        *((name, ctypes.c_int64) for name in ("num_in", "num_out", "is_bf16", "lanes")),
+        *((name, ctypes.c_int64) for name in ("num_in", "num_out", "is_bf16", "lanes", "has_tiles")),
     )
 
 
@@ -76,14 +79,19 @@ def has_bytes() -> bool:
 
 
 @cache
-def has_tiles() -> bool:
-    """Return whether this processor multiplies matrices of bfloat16 in tiles; torch does so, our kernels do not."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("amx_bf16", "amx_tile"))
+def has_pairs() -> bool:
+    """Return whether `specdec_multiply` takes weights of bfloat16 on this processor."""
+    library = kernels()
+    return library is not None and bool(library.specdec_has_pairs())
 
 
 @cache
-def has_pairs() -> bool:
-    """Return whether `specdec_multiply` runs on this processor, and is the fastest product of bfloat16 there."""
+def has_tiles() -> bool:
+    """Return whether the kernels can use the processor's matrix unit (Intel AMX): 16 rows cost about as much as one."""
     library = kernels()
-    return library is not None and bool(library.specdec_has_pairs()) and not has_tiles()
+    return library is not None and bool(library.specdec_has_tiles())
+
+
+def in_tiles(row_bytes: int) -> bool:
+    """Return whether rows of so many bytes are multiplied in tiles."""
+    return has_tiles() and row_bytes % TILE_BYTES == 0

@@ -25,7 +25,7 @@ from specdec.engine.integer import (
     joined,
 )
 from specdec.engine.linear import Packed
-from specdec.engine.native import Weight, has_bytes, multiply, num_lanes
+from specdec.engine.native import Weight, has_bytes, in_tiles, multiply, num_lanes
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ class KernelInt8Linear(nn.Module):
             num_out=self.out_features,
             is_bf16=self.dtype == torch.bfloat16,
             lanes=num_lanes(),
+            has_tiles=in_tiles(self.in_features),
         )
 
     @property

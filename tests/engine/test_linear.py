@@ -3,11 +3,14 @@
 The tests pass on every processor: where oneDNN cannot pack a type, layers must stay unchanged.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from specdec.engine import linear as layers
+from specdec.engine import quantized
 from specdec.engine.linear import (
     MIN_FLOAT32_LANES,
     MIN_FLOAT32_WEIGHTS,
@@ -16,7 +19,8 @@ from specdec.engine.linear import (
     pack_linears,
     try_prepack,
 )
-from specdec.engine.native import has_pairs, num_lanes
+from specdec.engine.native import has_pairs, in_tiles, num_lanes
+from specdec.engine.quantized import KernelInt8Linear
 
 SHAPES = {  # (in, out); some of each type have odd sizes
     torch.bfloat16: [(48, 320), (384, 1024), (1024, 384), (129, 67), (130, 67)],
@@ -137,12 +141,13 @@ def test_unsupported_types_stay_unchanged(dtype: torch.dtype, monkeypatch: pytes
     assert try_prepack(make_linear(512, 1024, dtype=dtype)) is None
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+@pytest.fixture(params=[(torch.bfloat16, 1130), (torch.bfloat16, 1152), (torch.float32, 1130)], ids=str)
 def ours(request: pytest.FixtureRequest) -> KernelLinear:
-    """A layer with a bias that our own kernel computes, of sizes that fill no vector."""
-    if not (has_pairs() if request.param == torch.bfloat16 else takes_float32()):
-        pytest.skip(f"this processor has no instructions for our kernel of {request.param}, or there is no kernel")
-    served = try_prepack(make_linear(1130, 67, bias=True, dtype=request.param))
+    """A layer with a bias that our own kernel computes: its outputs fill no vector, its inputs may fill tiles."""
+    dtype, num_in = request.param
+    if not (has_pairs() if dtype == torch.bfloat16 else takes_float32()):
+        pytest.skip(f"this processor has no instructions for our kernel of {dtype}, or there is no kernel")
+    served = try_prepack(make_linear(num_in, 67, bias=True, dtype=dtype))
     assert isinstance(served, KernelLinear)
     return served
 
@@ -184,8 +189,30 @@ def test_long_sums_keep_their_digits() -> None:
     assert error <= 1.5 * plain
 
 
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 31, 32, 33, 47, 100])
+def test_products_in_tiles_are_those_of_vectors(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16 up to the order of sums, of 8 bits to the bit."""
+    if not in_tiles(1152):
+        pytest.skip("this processor has no matrix unit, or no kernel uses it")
+    kinds: list[tuple[Callable[[nn.Linear], nn.Module], float]] = [
+        (KernelLinear, 2e-2),
+        (lambda linear: KernelInt8Linear(linear.weight, linear.bias), 0.0),
+    ]
+    for dtype in (torch.bfloat16, torch.float32):
+        rows = torch.randn(num_rows, 1152).to(dtype)
+        for pack, tolerance in kinds:
+            linear = make_linear(1152, 67, bias=True, dtype=dtype)
+            in_tiles_of_16 = pack(linear)(rows)
+            with monkeypatch.context() as patch:
+                for module in (layers, quantized):
+                    patch.setattr(module, "in_tiles", lambda row_bytes: False)
+                in_vectors = pack(linear)(rows)
+            difference = (in_tiles_of_16 - in_vectors).float().abs().max()
+            assert difference <= tolerance * in_vectors.float().std()
+
+
 def test_rows_may_lie_anywhere(ours: KernelLinear) -> None:
-    rows = torch.randn(1130, 4).to(ours.dtype)
+    rows = torch.randn(ours.in_features, 4).to(ours.dtype)
     assert torch.equal(ours(rows.T), ours(rows.T.contiguous()))
     assert ours(rows[:, :0].T).shape == (0, 67)
 
@@ -199,12 +226,12 @@ def test_nothing_is_written_past_the_output(ours: KernelLinear, monkeypatch: pyt
 
 def test_wrong_products_of_ours_are_not_used(ours: KernelLinear, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KernelLinear, "forward", lambda self, rows: rows[..., :1] + torch.zeros(67).to(ours.dtype))
-    assert try_prepack(make_linear(1130, 67, dtype=ours.dtype)) is None
+    assert try_prepack(make_linear(ours.in_features, 67, dtype=ours.dtype)) is None
 
 
 def test_several_threads_are_onednns(ours: KernelLinear) -> None:
     torch.set_num_threads(2)
-    assert isinstance(try_prepack(make_linear(1130, 670, dtype=ours.dtype)), PackedLinear)
+    assert isinstance(try_prepack(make_linear(ours.in_features, 670, dtype=ours.dtype)), PackedLinear)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -217,6 +244,7 @@ def test_products_of_numbers_that_are_not_finite(ours: KernelLinear, bad: float)
 
 
 def test_rows_that_the_kernel_would_misread_are_refused(ours: KernelLinear) -> None:
-    for rows in (torch.zeros(2, 1130).to(torch.float16), torch.zeros(2, 1128).to(ours.dtype)):
-        with pytest.raises(ValueError, match="for 1130 inputs of"):
+    num_in = ours.in_features
+    for rows in (torch.zeros(2, num_in).to(torch.float16), torch.zeros(2, num_in - 2).to(ours.dtype)):
+        with pytest.raises(ValueError, match=f"for {num_in} inputs of"):
             ours(rows)

@@ -1,0 +1,209 @@
+// Products by the processor's matrix unit (Intel AMX), 16 rows and 16 channels at once: included by linear_kernel.c.
+//
+// The weight lies as for the other kernels: 16 steps of 16 channels are a tile. Up to 16 rows of bfloat16 or of 8 bits take as
+// long as the weight takes to be read. Of bfloat16 a sum runs over the inputs in their order, two at a time, in float32; of
+// 8 bits sums are exact, and their bits those of linear_int8.h. So a row's bits depend on it alone.
+
+#define TILE_ROWS 16
+#define TILE_BYTES 64                         // of a row, in one tile
+#define CHANNELS 32                           // of a block: two tiles
+#define CHUNK_BYTES (16 * CHANNELS * 4)       // of the weight, for TILE_BYTES of a row
+#define CHUNK_LINES (CHUNK_BYTES / 64)
+// The tiles' numbers, which stand in the instructions: sums of a group of rows and a half of a block, and what they are of.
+#define SUMS_00 0
+#define SUMS_01 1
+#define SUMS_10 2
+#define SUMS_11 3
+#define INPUTS_0 4
+#define INPUTS_1 5
+#define WEIGHTS_0 6
+#define WEIGHTS_1 7
+
+// What a processor's thread is told of its tiles.
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} TileConfig;
+
+// Sums of two groups of rows; of 8 bits, of the low and the high digits of one group.
+typedef float TileSums[2][TILE_ROWS][CHANNELS] __attribute__((aligned(64)));
+
+// The rows, in groups that go through a block of channels together.
+typedef struct {
+    const char *rows, *last;  // [groups * size, row_bytes]; the last group, with zeros after its last row
+    int64_t row_bytes, size, count;
+} Groups;
+
+static void set_tiles(int64_t num_rows)
+{
+    TileConfig config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = TILE_BYTES;
+        config.rows[tile] = (uint8_t)(tile < WEIGHTS_0 ? num_rows : TILE_ROWS);
+    }
+    _tile_loadconfig(&config);
+}
+
+// Divide rows into groups that are as equal as can be.
+static Groups grouped(const char *rows, int64_t num_rows, int64_t row_bytes)
+{
+    const int64_t count = (num_rows + TILE_ROWS - 1) / TILE_ROWS, size = count ? (num_rows + count - 1) / count : 0;
+    return (Groups){rows, rows + (count - 1) * size * row_bytes, row_bytes, size, count};
+}
+
+// Copy the last group to `room` where it is smaller than the others.
+static void fill_last(Groups *groups, int64_t num_rows, char *room)
+{
+    const int64_t num_last = num_rows - (groups->count - 1) * groups->size, num_bytes = num_last * groups->row_bytes;
+    if (num_last == groups->size)
+        return;
+    memcpy(room, groups->last, (size_t)num_bytes);
+    memset(room + num_bytes, 0, (size_t)(groups->size * groups->row_bytes - num_bytes));
+    groups->last = room;
+}
+
+static ALWAYS_INLINE const char *group_of(const Groups *groups, int64_t number)
+{
+    return number == groups->count - 1 ? groups->last : groups->rows + number * groups->size * groups->row_bytes;
+}
+
+// Add up the products of a block of channels and of one or two tiles of rows. In each chunk of the weight `num_fetched` lines,
+// from line `first_fetched` on, are fetched `ahead` bytes before they are wanted.
+static ALWAYS_INLINE void multiply_tiles(const char *line, const char *first, const char *second, int64_t row_bytes,
+                                         int64_t ahead, int64_t first_fetched, int64_t num_fetched, const int num_tiles,
+                                         const int is_int8, TileSums sums)
+{
+    _tile_zero(SUMS_00);
+    _tile_zero(SUMS_01);
+    if (num_tiles == 2) {
+        _tile_zero(SUMS_10);
+        _tile_zero(SUMS_11);
+    }
+    for (int64_t byte = 0; byte < row_bytes; byte += TILE_BYTES, line += CHUNK_BYTES) {
+        const char *fetched = line + ahead + 64 * first_fetched;
+        for (int64_t index = 0; index < num_fetched; index++)
+            __builtin_prefetch(fetched + 64 * index);
+        _tile_loadd(WEIGHTS_0, line, 4 * CHANNELS);
+        _tile_loadd(WEIGHTS_1, line + 64, 4 * CHANNELS);
+        _tile_loadd(INPUTS_0, first + byte, row_bytes);
+        if (num_tiles == 2)
+            _tile_loadd(INPUTS_1, second + byte, row_bytes);
+        if (is_int8) {
+            _tile_dpbusd(SUMS_00, INPUTS_0, WEIGHTS_0);
+            _tile_dpbusd(SUMS_01, INPUTS_0, WEIGHTS_1);
+            _tile_dpbusd(SUMS_10, INPUTS_1, WEIGHTS_0);
+            _tile_dpbusd(SUMS_11, INPUTS_1, WEIGHTS_1);
+        } else {
+            _tile_dpbf16ps(SUMS_00, INPUTS_0, WEIGHTS_0);
+            _tile_dpbf16ps(SUMS_01, INPUTS_0, WEIGHTS_1);
+            if (num_tiles == 2) {
+                _tile_dpbf16ps(SUMS_10, INPUTS_1, WEIGHTS_0);
+                _tile_dpbf16ps(SUMS_11, INPUTS_1, WEIGHTS_1);
+            }
+        }
+    }
+    _tile_stored(SUMS_00, sums[0][0], sizeof sums[0][0]);
+    _tile_stored(SUMS_01, sums[0][0] + 16, sizeof sums[0][0]);
+    if (num_tiles == 2) {
+        _tile_stored(SUMS_10, sums[1][0], sizeof sums[1][0]);
+        _tile_stored(SUMS_11, sums[1][0] + 16, sizeof sums[1][0]);
+    }
+}
+
+// Write a row's sums over a block of channels, with the bias, as bfloat16.
+static ALWAYS_INLINE void put_bf16_row(const Weight *all, void *output, int64_t row, int64_t channel, const float *sums)
+{
+    for (int half = 0; half < 2; half++) {
+        const int64_t first = channel + 16 * half, left = all->num_out - first;
+        __m512 numbers = _mm512_load_ps(sums + 16 * half);
+        if (all->bias)
+            numbers = _mm512_add_ps(numbers, _mm512_loadu_ps(all->bias + first));
+        const __mmask16 kept = left >= 16 ? 0xffff : left > 0 ? (__mmask16)((1u << left) - 1) : 0;
+        _mm256_mask_storeu_epi16((uint16_t *)output + row * all->num_out + first, kept, (__m256i)_mm512_cvtneps_pbh(numbers));
+    }
+}
+
+// Return how many bytes the products of so many rows need.
+static int64_t tiles_room(const Weight *all, int64_t num_rows)
+{
+    const int64_t num_all = num_rows + TILE_ROWS;  // at most, in whole groups
+    return all->scales ? num_all * (2 * all->num_in + (int64_t)sizeof(float)) : TILE_ROWS * 2 * all->num_in;
+}
+
+// Compute rows @ weight.T + bias of bfloat16; `room` has tiles_room bytes.
+static void multiply_bf16_tiles(const Weight *all, const char *rows, void *output, int64_t num_rows, char *room)
+{
+    if (!num_rows)
+        return;
+    Groups groups = grouped(rows, num_rows, 2 * all->num_in);
+    fill_last(&groups, num_rows, room);
+    const int64_t block = groups.row_bytes * CHANNELS, num_passes = (groups.count + 1) / 2;
+    TileSums sums;
+    set_tiles(groups.size);
+    for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS) {
+        const char *line = all->numbers + channel * groups.row_bytes;
+        for (int64_t pass = 0; pass < num_passes; pass++) {
+            // rows that go through a block in one pass fetch just ahead; others share the work of fetching the next block
+            const int64_t ahead = num_passes == 1 ? FETCHED : block;
+            const int64_t fetched = CHUNK_LINES * pass / num_passes, end = CHUNK_LINES * (pass + 1) / num_passes;
+            const char *first = group_of(&groups, 2 * pass);
+            if (2 * pass + 1 < groups.count)
+                multiply_tiles(line, first, group_of(&groups, 2 * pass + 1), groups.row_bytes, ahead, fetched, end - fetched, 2, 0,
+                               sums);
+            else
+                multiply_tiles(line, first, first, groups.row_bytes, ahead, fetched, end - fetched, 1, 0, sums);
+            for (int64_t index = 0, row = 2 * pass * groups.size; index < 2 * groups.size && row < num_rows; index++, row++)
+                put_bf16_row(all, output, row, channel, sums[index / groups.size][index % groups.size]);
+        }
+    }
+    _tile_release();
+}
+
+// Round a row by a scale of its own, which is returned, to its low and its high digits.
+static ALWAYS_INLINE float round_int8_row(const void *rows, int64_t first, int64_t num_in, uint8_t *low, uint8_t *high,
+                                          const int is_bf16)
+{
+    const float scale = reach_int8(rows, first, num_in, is_bf16) / MAX_LEVEL;
+    for (int64_t index = 0; index < num_in; index += 16) {
+        bytes_int8 parts[2];
+        divide_int8(load_int8(rows, first + index, 16, is_bf16), scale, parts, parts + 1);
+        memcpy(low + index, parts, sizeof parts[0]);
+        memcpy(high + index, parts + 1, sizeof parts[1]);
+    }
+    return scale;
+}
+
+// Compute rows @ weight.T + bias with weights of 8 bits; `room` has tiles_room bytes.
+static void multiply_int8_tiles(const Weight *all, const void *rows, void *output, int64_t num_rows, char *room)
+{
+    if (!num_rows)
+        return;
+    const Groups groups = grouped(rows, num_rows, all->num_in);
+    float *scales = (float *)room;
+    uint8_t *digits[2] = {(uint8_t *)(scales + num_rows)};
+    digits[1] = digits[0] + groups.count * groups.size * all->num_in;
+    for (int64_t row = 0, first = 0; row < num_rows; row++, first += all->num_in)
+        scales[row] = all->is_bf16 ? round_int8_row(rows, first, all->num_in, digits[0] + first, digits[1] + first, 1)
+                                   : round_int8_row(rows, first, all->num_in, digits[0] + first, digits[1] + first, 0);
+    TileSums sums;
+    set_tiles(groups.size);
+    for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS)
+        for (int64_t number = 0; number < groups.count; number++) {
+            const int64_t begin = number * groups.size, fetched = CHUNK_LINES * number / groups.count;
+            multiply_tiles(all->numbers + channel * all->num_in, (char *)digits[0] + begin * all->num_in,
+                           (char *)digits[1] + begin * all->num_in, all->num_in,
+                           groups.count == 1 ? FETCHED : all->num_in * CHANNELS, fetched,
+                           CHUNK_LINES * (number + 1) / groups.count - fetched, 2, 1, sums);
+            for (int half = 0; half < 2; half++) {
+                const __m512i zeros = _mm512_loadu_si512(all->zeros + channel + 16 * half);
+                const floats_int8 channels = at_int8(all->scales + channel + 16 * half, 0);
+                for (int64_t index = 0; index < groups.size && begin + index < num_rows; index++) {
+                    const floats_int8 low = scaled_int8(_mm512_load_si512(sums[0][index] + 16 * half), zeros, channels);
+                    const floats_int8 high = scaled_int8(_mm512_load_si512(sums[1][index] + 16 * half), zeros, channels);
+                    put_int8(all, output, begin + index, channel + 16 * half, (low + high * 256.0f) * scales[begin + index]);
+                }
+            }
+        }
+    _tile_release();
+}
