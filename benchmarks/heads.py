@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting.build import dflash_runner, eagle3_runner, load_runner, medusa_runner
-from draft_service.heads.drafting.drafter import HeadDrafter
-from draft_service.heads.drafting.loop import HeadLoop
+from draft_service.heads.build import load_head
+from draft_service.heads.drafter import HeadDrafter
+from draft_service.heads.loop import HeadLoop
 from draft_service.heads.settings import HeadSettings
+from specdec.drafting.request import DraftRequest
 from specdec.engine import Feed, LanguageModel, load_language_model
 from specdec.exact.values import Observations
+from specdec.heads.drafting.loading import LOADERS
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 
-RUNNERS: dict[str, Callable[..., Any]] = {"eagle3": eagle3_runner, "dflash": dflash_runner, "medusa": medusa_runner}
 NUM_CONTEXT = 200
 TOKENS_PER_ROUND = 3  # that a round commits
 NUM_ROUNDS = 40
@@ -41,7 +41,7 @@ KV_CACHE_BYTES = 64 << 20
 def running(kind: str, folder: str, target: str, dtype: str) -> Iterator[HeadDrafter]:
     """Run a head as the worker does."""
     settings = HeadSettings.model_validate({"head_target": target, "dtype": dtype})
-    runner, model = load_runner(folder, settings, RUNNERS[kind])
+    runner, model = load_head(kind, folder, settings)
     loop: HeadLoop[Any] = HeadLoop(runner)
     loop.start()
     try:
@@ -124,7 +124,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heads", description=__doc__.split("\n")[0])
     parser.add_argument("--target", required=True, help="the target's folder")
-    for kind in RUNNERS:
+    for kind in LOADERS:
         parser.add_argument(f"--{kind}-head", help="folder of a head")
     parser.add_argument("--dtype", default="auto", help="number type of target and heads (default: %(default)s)")
     parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4, 8, 16], help="K")
@@ -134,7 +134,7 @@ def main() -> None:
     target = load_language_model(flags.target, dtype=flags.dtype, kv_cache_bytes=KV_CACHE_BYTES)
     with torch.inference_mode():
         plain = plain_s(target)
-    heads = {kind: getattr(flags, f"{kind}_head") for kind in RUNNERS}
+    heads = {kind: getattr(flags, f"{kind}_head") for kind in LOADERS}
     rows = [row for kind, head in heads.items() if head for row in asyncio.run(measured(flags, kind, head, plain))]
     dtype = str(target.dtype).removeprefix("torch.")
     title = f"{target.name}, {dtype}, one thread: a plain token takes {1e3 * plain:.1f} ms"

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from draft_service.heads.dflash import DFlashHead, DFlashShape
-from draft_service.heads.eagle3 import Eagle3Head, Eagle3Shape
-from draft_service.heads.formats.dflash import save_dflash
-from draft_service.heads.formats.eagle3 import save_eagle3
-from draft_service.heads.formats.medusa import save_medusa
-from draft_service.heads.formats.target import TargetFolder, target_folder
-from draft_service.heads.medusa import MedusaHead, MedusaShape
+from specdec.heads.dflash import DFlashHead, DFlashShape
+from specdec.heads.eagle3 import Eagle3Head, Eagle3Shape
+from specdec.heads.formats.dflash import save_dflash
+from specdec.heads.formats.eagle3 import save_eagle3
+from specdec.heads.formats.medusa import save_medusa
+from specdec.heads.formats.target import TargetFolder, target_folder
+from specdec.heads.medusa import MedusaHead, MedusaShape
 
 WEIGHT_DEVIATION = 0.4  # far from uniform distributions
 

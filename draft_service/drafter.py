@@ -1,13 +1,14 @@
 """The interface of drafters, and their registration."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from specdec.exact.values import ObservationRequest, Observations, Proposal, Timing
+from specdec.drafting.request import DraftRequest
+from specdec.exact.values import ObservationRequest, Proposal, Timing
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.server import Server
 from specdec.serving.session_stream import WorkerSession
@@ -15,23 +16,6 @@ from specdec.types import ModelInfo
 
 NO_TIME = Timing()
 NO_OBSERVATIONS = ObservationRequest()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """One round to draft for: truncate to `start`, append `tokens`, then draft at most `num_draft_tokens`."""
-
-    start: int
-    tokens: Sequence[int]
-    num_draft_tokens: int
-    observations: Observations | None = None  # at committed tokens, where the drafter asked for them; may be lost
-    stop_below: float = 0.0  # it may stop before a token with less chance of being accepted, decided before the draw
-    prefix_digest: bytes | None = None  # of the first `start` tokens, to be proved; None: a request of the worker's own
-
-    @property
-    def committed_length(self) -> int:
-        """Tokens committed when the round began."""
-        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from draft_service.drafter import Drafter, DraftRequest, DraftResult
+from draft_service.drafter import Drafter, DraftResult
 from specdec import messages
+from specdec.drafting.request import DraftRequest
 from specdec.errors import InvalidArgumentError, OverloadedError
 from specdec.exact import codec
 from specdec.exact.values import Observations

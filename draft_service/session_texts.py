@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
+from draft_service.drafter import NO_OBSERVATIONS, DraftResult
+from specdec.drafting.request import DraftRequest
 from specdec.exact.prefix import PrefixChain, num_equal
 from specdec.exact.values import Observations, Proposal, Timing
 from specdec.serving.grammars import GrammarCompiler

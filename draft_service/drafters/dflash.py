@@ -13,7 +13,7 @@ from draft_service.heads.settings import HeadSettings, check_head
 from specdec.serving.server import Server
 
 if TYPE_CHECKING:
-    from draft_service.heads.drafting.drafter import HeadDrafter
+    from draft_service.heads.drafter import HeadDrafter
 
 
 class DFlashSettings(HeadSettings):
@@ -29,10 +29,10 @@ def check(settings: DFlashSettings) -> None:
 
 async def build(settings: DFlashSettings, server: Server, stack: AsyncExitStack) -> "HeadDrafter":
     """Load the head and start its thread. Raises ValueError where it cannot be used."""
-    from draft_service.heads.drafting.build import build_drafter, dflash_runner
+    from draft_service.heads.build import build_drafter
 
     assert settings.dflash_head, "checked at the start"
-    return await build_drafter("dflash", settings.dflash_head, settings, dflash_runner, server, stack)
+    return await build_drafter(KIND.name, settings.dflash_head, settings, server, stack)
 
 
 KIND = DrafterKind("dflash", DFlashSettings, build, check, lambda settings: bool(settings.dflash_head))

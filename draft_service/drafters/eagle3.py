@@ -13,7 +13,7 @@ from draft_service.heads.settings import HeadSettings, check_head
 from specdec.serving.server import Server
 
 if TYPE_CHECKING:
-    from draft_service.heads.drafting.drafter import HeadDrafter
+    from draft_service.heads.drafter import HeadDrafter
 
 
 class Eagle3Settings(HeadSettings):
@@ -29,10 +29,10 @@ def check(settings: Eagle3Settings) -> None:
 
 async def build(settings: Eagle3Settings, server: Server, stack: AsyncExitStack) -> "HeadDrafter":
     """Load the head and start its thread. Raises ValueError where it cannot be used."""
-    from draft_service.heads.drafting.build import build_drafter, eagle3_runner
+    from draft_service.heads.build import build_drafter
 
     assert settings.eagle3_head, "checked at the start"
-    return await build_drafter("eagle3", settings.eagle3_head, settings, eagle3_runner, server, stack)
+    return await build_drafter(KIND.name, settings.eagle3_head, settings, server, stack)
 
 
 KIND = DrafterKind("eagle3", Eagle3Settings, build, check, lambda settings: bool(settings.eagle3_head))

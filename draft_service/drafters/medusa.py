@@ -13,7 +13,7 @@ from draft_service.heads.settings import HeadSettings, check_head
 from specdec.serving.server import Server
 
 if TYPE_CHECKING:
-    from draft_service.heads.drafting.drafter import HeadDrafter
+    from draft_service.heads.drafter import HeadDrafter
 
 
 class MedusaSettings(HeadSettings):
@@ -29,10 +29,10 @@ def check(settings: MedusaSettings) -> None:
 
 async def build(settings: MedusaSettings, server: Server, stack: AsyncExitStack) -> "HeadDrafter":
     """Load the head and start its thread. Raises ValueError where it cannot be used."""
-    from draft_service.heads.drafting.build import build_drafter, medusa_runner
+    from draft_service.heads.build import build_drafter
 
     assert settings.medusa_head, "checked at the start"
-    return await build_drafter("medusa", settings.medusa_head, settings, medusa_runner, server, stack)
+    return await build_drafter(KIND.name, settings.medusa_head, settings, server, stack)
 
 
 KIND = DrafterKind("medusa", MedusaSettings, build, check, lambda settings: bool(settings.medusa_head))

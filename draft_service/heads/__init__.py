@@ -1,1 +1,1 @@
-"""Heads: small networks that draft from the target's hidden states, in the formats in which they are published."""
+"""Drafting with heads: their settings, and one thread that runs a head for all sessions."""

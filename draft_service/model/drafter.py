@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from draft_service.drafter import NO_OBSERVATIONS, DraftRequest, DraftResult
+from draft_service.drafter import NO_OBSERVATIONS, DraftResult
 from draft_service.metrics import METRICS, count_ahead
 from draft_service.model.tasks import NOTHING, GuessTask, ProposeTask
+from specdec.drafting.request import DraftRequest
 from specdec.engine import CacheMiss, EngineError, EngineLoop, TaskTimes
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.prefix import chain

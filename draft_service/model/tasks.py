@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from draft_service.drafter import DraftRequest
 from draft_service.metrics import METRICS
+from specdec.drafting.request import DraftRequest
 from specdec.engine import Task
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.prefix import chain

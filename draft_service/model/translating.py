@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from draft_service.drafter import DraftRequest
 from draft_service.metrics import METRICS
 from draft_service.model.reencoding import ReencodedText
 from draft_service.model.tasks import DraftProcessor, ProposeTask
 from draft_service.model.vocabulary import SharedVocabulary
 from draft_service.session_texts import TextDrafter
+from specdec.drafting.request import DraftRequest
 from specdec.engine import CacheMiss, EngineLoop
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from draft_service.heads.dflash import DFlashHead, DFlashShape, KeysAndValues
-from draft_service.heads.layers import Layer, Projected
 from models.heads.batches import Batch
 from models.heads.eagle3 import taken
 from models.heads.objective import Agreement, DepthCounter, soft_cross_entropy
 from models.heads.target import TargetParts, adopt, transformer_config
+from specdec.heads.dflash import DFlashHead, DFlashShape, KeysAndValues
+from specdec.heads.layers import Layer, Projected
 
 NUM_LAYERS = 2
 BLOCK_SIZE = 8

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from draft_service.heads.eagle3 import Eagle3Head, Eagle3Shape
-from draft_service.heads.layers import Projected
 from models.heads.batches import Batch
 from models.heads.objective import Agreement, DepthCounter, soft_cross_entropy
 from models.heads.target import TargetParts, adopt, transformer_config
+from specdec.heads.eagle3 import Eagle3Head, Eagle3Shape
+from specdec.heads.layers import Projected
 
 STEP_WEIGHT = 0.8  # of the loss of a step, relative to the step before
 NUM_STEPS = 5

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from draft_service.heads.formats.dflash import load_dflash, save_dflash
-from draft_service.heads.formats.eagle3 import load_eagle3, save_eagle3
-from draft_service.heads.formats.medusa import save_medusa
 from models.heads import dflash, draft, eagle3, medusa
 from models.heads.objective import Objective
 from models.heads.target import TargetParts, readopt
+from specdec.heads.formats.dflash import load_dflash, save_dflash
+from specdec.heads.formats.eagle3 import load_eagle3, save_eagle3
+from specdec.heads.formats.medusa import save_medusa
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 import torch
 
-from draft_service.heads.medusa import MedusaHead, MedusaShape
 from models.heads.batches import Batch
 from models.heads.objective import Agreement, DepthCounter, soft_cross_entropy
 from models.heads.target import TargetParts
+from specdec.heads.medusa import MedusaHead, MedusaShape
 
 NUM_HEADS = 4
 HEAD_WEIGHT = 0.8  # of a head's loss, relative to the head before (Cai et al. 2024)

@@ -44,8 +44,8 @@ class PackedLinear(nn.Module):
 class KernelLinear(nn.Module):
     """As `PackedLinear`, by our own kernel, on one thread (`linear_kernel.c`): a row's bits depend on it alone.
 
-    With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read; with
-    the matrix unit 32.
+    With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read;
+    with the matrix unit 32.
     """
 
     def __init__(self, linear: nn.Linear) -> None:

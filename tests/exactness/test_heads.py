@@ -17,13 +17,13 @@ import transformers
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
 from benchmarks.random_heads import save_heads
 from coordinator.rounds import DEFAULT_OPTIONS, Drafted, Scored, ScoreOptions
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting import rounds
-from draft_service.heads.drafting.drafter import HeadDrafter
+from draft_service.heads.drafter import HeadDrafter
+from specdec.drafting.request import DraftRequest
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.sampling import SamplingContext, next_token_distributions
 from specdec.exact.tree import path_to
 from specdec.exact.values import Observations, Proposal
+from specdec.heads.drafting import rounds
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 from tests.support.cluster import save_tokenizer

@@ -15,11 +15,11 @@ import torch
 from benchmarks.judging import Agreement, Floats, History, agreement, joint_distribution, reference_distribution
 from coordinator.rounds import DEFAULT_OPTIONS, Drafted, Scored, ScoreOptions
 from draft_service import finished_texts
-from draft_service.drafter import DraftRequest
 from draft_service.drafters.recycle import RecycleDrafter
 from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.finished_texts import FinishedTexts
 from draft_service.session_texts import TextDrafter
+from specdec.drafting.request import DraftRequest
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.values import Observations, Proposal
 from specdec.serving.session_stream import WorkerSession

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from benchmarks.random_heads import save_heads
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting.drafter import HeadDrafter
-from draft_service.heads.formats.dflash import load_dflash
-from draft_service.heads.formats.eagle3 import load_eagle3
-from draft_service.heads.formats.medusa import load_medusa
+from draft_service.heads.drafter import HeadDrafter
+from specdec.drafting.request import DraftRequest
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError, UnavailableError
 from specdec.exact.prefix import chain
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import draw
 from specdec.exact.values import Observations, Proposal, one_hot
+from specdec.heads.formats.dflash import load_dflash
+from specdec.heads.formats.eagle3 import load_eagle3
+from specdec.heads.formats.medusa import load_medusa
 from tests.heads.test_forwards import drafted
 from tests.support.architectures import build
 from tests.support.cluster import save_tokenizer

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.random_heads import dflash_head, eagle3_head, medusa_head, resized
-from draft_service.heads.formats.dflash import load_dflash, save_dflash
-from draft_service.heads.formats.eagle3 import load_eagle3, save_eagle3
-from draft_service.heads.formats.files import HeadRefused
-from draft_service.heads.formats.medusa import load_medusa, save_medusa
-from draft_service.heads.formats.target import TargetFolder, target_folder
+from specdec.heads.formats.dflash import load_dflash, save_dflash
+from specdec.heads.formats.eagle3 import load_eagle3, save_eagle3
+from specdec.heads.formats.files import HeadRefused
+from specdec.heads.formats.medusa import load_medusa, save_medusa
+from specdec.heads.formats.target import TargetFolder, target_folder
 from tests.support.architectures import build
 
 REDUCED = 50

@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draft_service.heads.eagle3 import Eagle3Head
-from draft_service.heads.formats.dflash import load_dflash
-from draft_service.heads.formats.eagle3 import load_eagle3
-from draft_service.heads.layers import attend
+from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.formats.dflash import load_dflash
+from specdec.heads.formats.eagle3 import load_eagle3
+from specdec.heads.layers import attend
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TARGET = FIXTURES / "target"

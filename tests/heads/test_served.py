@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.measure import held_out_prompts
 from benchmarks.random_heads import eagle3_head, save_heads
 from coordinator.draft import SessionDrafter
-from draft_service.heads.formats.eagle3 import save_eagle3
-from draft_service.heads.formats.target import target_folder
 from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.exact.values import Observations
+from specdec.heads.formats.eagle3 import save_eagle3
+from specdec.heads.formats.target import target_folder
 from tests.support.architectures import build
 from tests.support.cluster import Cluster, cluster, save_tokenizer
 from tests.support.head_drafting import KINDS

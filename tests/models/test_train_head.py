@@ -13,13 +13,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from coordinator.chat import ChatTemplate
-from draft_service.heads.dflash import DFlashHead
-from draft_service.heads.eagle3 import Eagle3Head
-from draft_service.heads.formats.dflash import load_dflash
-from draft_service.heads.formats.eagle3 import load_eagle3
-from draft_service.heads.formats.medusa import load_medusa
-from draft_service.heads.layers import attend
-from draft_service.heads.medusa import MedusaHead
 from models.heads import dflash, eagle3, medusa
 from models.heads.batches import Batch, Samples
 from models.heads.kinds import KINDS
@@ -30,6 +23,13 @@ from models.heads.target import TargetParts, TargetStates, load_parts, state_lay
 from models.train_head import main
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.engine import load_language_model
+from specdec.heads.dflash import DFlashHead
+from specdec.heads.eagle3 import Eagle3Head
+from specdec.heads.formats.dflash import load_dflash
+from specdec.heads.formats.eagle3 import load_eagle3
+from specdec.heads.formats.medusa import load_medusa
+from specdec.heads.layers import attend
+from specdec.heads.medusa import MedusaHead
 from specdec.serving.tokenizer import load_tokenizer
 from tests.support.architectures import build
 from tests.support.cluster import cluster, save_tokenizer

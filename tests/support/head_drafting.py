@@ -7,24 +7,24 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_service.drafter import DraftRequest, DraftResult
-from draft_service.heads.drafting.build import dflash_runner, eagle3_runner, load_runner, medusa_runner
-from draft_service.heads.drafting.drafter import HeadDrafter
-from draft_service.heads.drafting.loop import HeadLoop
+from draft_service.drafter import DraftResult
+from draft_service.heads.build import load_head
+from draft_service.heads.drafter import HeadDrafter
+from draft_service.heads.loop import HeadLoop
 from draft_service.heads.settings import HeadSettings
+from specdec.drafting.request import DraftRequest
 from specdec.exact.values import Observations
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 
 KINDS = ("eagle3", "dflash", "medusa")
-RUNNERS = {"eagle3": eagle3_runner, "dflash": dflash_runner, "medusa": medusa_runner}
 
 
 @contextmanager
 def drafting(kind: str, folder: Path, target: Path, **settings: object) -> Iterator[HeadDrafter]:
     """Run a head as the worker does, in float32 on the CPU unless `settings` say otherwise."""
     chosen = {"head_target": str(target), "dtype": "float32", "device": "cpu", **settings}
-    runner, model = load_runner(str(folder), HeadSettings.model_validate(chosen), RUNNERS[kind])  # type: ignore[arg-type]
+    runner, model = load_head(kind, str(folder), HeadSettings.model_validate(chosen))
     loop = HeadLoop(runner)
     loop.start()
     try:

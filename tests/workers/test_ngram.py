@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import DraftRequest, DraftResult
+from draft_service.drafter import DraftResult
 from draft_service.drafters.ngram import NgramDrafter, SuffixIndex
 from draft_service.session_texts import CHUNK_TOKENS, SESSION_TOKENS
+from specdec.drafting.request import DraftRequest
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 

@@ -9,9 +9,9 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_service.drafter import DraftRequest
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.session_texts import CHUNK_TOKENS
+from specdec.drafting.request import DraftRequest
 from specdec.errors import InvalidArgumentError
 from specdec.exact import prefix
 from specdec.exact.prefix import MARK_TOKENS, PrefixChain, chain

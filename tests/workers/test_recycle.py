@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_service.drafter import DraftRequest
 from draft_service.drafters.recycle import MAX_SHARED_TABLES, RecycleDrafter, RecycledText
+from specdec.drafting.request import DraftRequest
 from specdec.drafting.successors import SessionSuccessors, SharedTable
 from specdec.exact.tree import children_of
 from specdec.exact.values import Observations, Proposal, one_hot

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from draft_service.corpus import MAX_CORPUS_BYTES
-from draft_service.drafter import DraftRequest
 from draft_service.drafters.suffix import SuffixDrafter
 from draft_service.finished_texts import FinishedTexts
 from draft_service.registry import registered
 from draft_service.settings import SETTINGS as DraftSettings
 from draft_service.settings import chosen_kinds
+from specdec.drafting.request import DraftRequest
 from specdec.exact.tree import children_of
 from specdec.exact.values import Proposal
 from specdec.serving.session_stream import WorkerSession

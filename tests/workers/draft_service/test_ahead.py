@@ -8,12 +8,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from draft_service.drafter import DraftRequest
 from draft_service.drafters.model import ModelDrafterSettings
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.model.drafter import ModelDrafter
 from draft_service.model.tasks import DraftProcessor, ProposeTask
 from draft_service.servicer import DraftServicer
+from specdec.drafting.request import DraftRequest
 from specdec.engine import ContiguousPool, KvCache, LayerShape, Submission
 from specdec.engine.loop import Load
 from specdec.errors import FencedError

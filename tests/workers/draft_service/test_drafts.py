@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from draft_service.drafter import DraftRequest
 from draft_service.model.tasks import ProposeTask
+from specdec.drafting.request import DraftRequest
 from specdec.engine import ContiguousPool, KvCache, LayerShape
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.sampling import draw

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draft_service.heads.vocabulary import DraftVocabulary
+from specdec.heads.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)

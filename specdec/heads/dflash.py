@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from draft_service.heads.layers import Angles, Layer, Norm, Rotary, attend
-from draft_service.heads.vocabulary import DraftVocabulary
+from specdec.heads.layers import Angles, Layer, Norm, Rotary, attend
+from specdec.heads.vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting.kept import KeptKeys
+from specdec.drafting.request import DraftRequest
 from specdec.exact.prefix import PrefixChain, num_equal
 from specdec.exact.values import Proposal
+from specdec.heads.drafting.kept import KeptKeys
 
 SESSION_BYTES = 4096  # that a session takes besides its tokens and keys
 TOKEN_BYTES = 36  # a Python integer in a list

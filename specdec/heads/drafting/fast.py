@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draft_service.heads.layers import Layer, Rotary
 from specdec.engine.linear import try_prepack
+from specdec.heads.layers import Layer, Rotary
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosine and signed sine [N, 1, head_size]: heads x turn to x * cosine + roll(x) * sine."""

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from draft_service.heads.formats.files import HeadRefused, folder_of
+from specdec.heads.formats.files import HeadRefused, folder_of
 
 EMBEDDING_NAMES = ("embed_tokens.weight", "wte.weight", "embed_in.weight")  # ends of names, by architecture
 OUTPUT_NAMES = ("lm_head.weight", "embed_out.weight")

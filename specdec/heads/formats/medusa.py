@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from draft_service.heads.formats.files import (
+from specdec.heads.formats.files import (
     HEAD_PATTERNS,
     HeadRefused,
     Tensors,
@@ -16,9 +16,9 @@ from draft_service.heads.formats.files import (
     read_tensors,
     write,
 )
-from draft_service.heads.formats.target import TargetFolder, target_folder
-from draft_service.heads.formats.transformer import check_fit, filled, take_vocabulary
-from draft_service.heads.medusa import MedusaHead, MedusaShape
+from specdec.heads.formats.target import TargetFolder, target_folder
+from specdec.heads.formats.transformer import check_fit, filled, take_vocabulary
+from specdec.heads.medusa import MedusaHead, MedusaShape
 
 MAX_HEADS, MAX_LAYERS = 32, 16
 

@@ -3,46 +3,19 @@
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
 from queue import Empty
-from typing import Protocol, TypeVar
 
 import torch
 
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting.rounds import HeadRound, SessionLost
-from draft_service.heads.drafting.sessions import HeldSessions
 from specdec.engine import EngineError
 from specdec.engine.worker_thread import WorkerThread
-from specdec.exact.values import ObservationRequest, Proposal
-from specdec.serving.session_stream import WorkerSession
-
-RoundT = TypeVar("RoundT", bound=HeadRound)
+from specdec.exact.values import Proposal
+from specdec.heads.drafting.rounds import HeadRound, SessionLost
+from specdec.heads.drafting.runner import RoundT, Runner
 
 logger = logging.getLogger(__name__)
 
 ROUNDS_PER_EVICTION = 16  # memory is counted after so many
-
-
-class Runner(Protocol[RoundT]):
-    """A kind of head. Everything but `new_round` runs on the loop's thread."""
-
-    observations: ObservationRequest
-    hidden_size: int  # of the target's states
-    num_ahead: int  # tokens after a position that what is held of it depends on
-    sessions: HeldSessions
-
-    def new_round(self, session: WorkerSession, request: DraftRequest, states: torch.Tensor | None) -> RoundT:
-        """Return a round; `states` [N, layers, hidden_size] are those that arrived."""
-        ...
-
-    def begin(self, begun: RoundT) -> None:
-        """Take in what was observed; `begun.held` has the round's tokens."""
-        ...
-
-    def step(self, rounds: Sequence[RoundT]) -> None:
-        """Run one forward for all rounds; end those that need no other."""
-        ...
 
 
 class HeadLoop(WorkerThread[RoundT]):
@@ -60,10 +33,11 @@ class HeadLoop(WorkerThread[RoundT]):
         """Run a round to its end. Raises SessionLost, EngineError, or what the round failed with."""
         if self._stopping or not self._thread.is_alive():
             raise EngineError("the head is not running; ask another worker")
+        future = asked.submit()
         self._inbox.put(asked)
         if self._stopping:  # the thread may have emptied the inbox for the last time
             raise EngineError("the head is stopping; ask another worker")
-        return await asked.future
+        return await future
 
     def forget(self, key: str) -> None:
         """Free a session. Returns at once."""

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import torch
 
-from draft_service.heads.vocabulary import DraftVocabulary
 from specdec.exact.sampling import NEUTRAL, SamplingContext, draft_distributions, for_draft, next_token_distributions
 from specdec.exact.values import SparseDistribution
+from specdec.heads.vocabulary import DraftVocabulary
 from specdec.types import SamplingParams
 
 Ranking = tuple[list[list[int]], list[list[float]]]

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting.fast import AngleTable, FastLayer, Heads, Norm, attend, joined
-from draft_service.heads.drafting.kept import KeptKeys
-from draft_service.heads.drafting.observed import new_positions
-from draft_service.heads.drafting.predictions import Predictions
-from draft_service.heads.drafting.rounds import NOTHING, DrawnChain, HeadRound
-from draft_service.heads.drafting.sessions import HeldSessions
-from draft_service.heads.drafting.tree import MAX_CHILDREN, Candidates
-from draft_service.heads.eagle3 import Eagle3Head
+from specdec.drafting.request import DraftRequest
 from specdec.exact.values import ObservationRequest, SparseDistribution
+from specdec.heads.drafting.fast import AngleTable, FastLayer, Heads, Norm, attend, joined
+from specdec.heads.drafting.kept import KeptKeys
+from specdec.heads.drafting.observed import new_positions
+from specdec.heads.drafting.predictions import Predictions
+from specdec.heads.drafting.rounds import NOTHING, DrawnChain, HeadRound
+from specdec.heads.drafting.sessions import HeldSessions
+from specdec.heads.drafting.tree import MAX_CHILDREN, Candidates
+from specdec.heads.eagle3 import Eagle3Head
 from specdec.serving.session_stream import WorkerSession
 
 

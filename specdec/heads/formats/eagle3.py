@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from draft_service.heads.eagle3 import Eagle3Head, Eagle3Shape
-from draft_service.heads.formats.files import (
+from specdec.heads.eagle3 import Eagle3Head, Eagle3Shape
+from specdec.heads.formats.files import (
     HEAD_PATTERNS,
     HeadRefused,
     folder_of,
@@ -16,8 +16,8 @@ from draft_service.heads.formats.files import (
     required,
     write,
 )
-from draft_service.heads.formats.target import TargetFolder, target_folder
-from draft_service.heads.formats.transformer import (
+from specdec.heads.formats.target import TargetFolder, target_folder
+from specdec.heads.formats.transformer import (
     DROPPED,
     check_fit,
     complete,

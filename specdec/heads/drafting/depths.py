@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from draft_service.heads.drafting.predictions import Predictions
-from draft_service.heads.drafting.rounds import DrawnChain, HeadRound
-from draft_service.heads.drafting.tree import MAX_CHILDREN, best_paths
 from specdec.exact.sampling import SamplingContext
+from specdec.heads.drafting.predictions import Predictions
+from specdec.heads.drafting.rounds import DrawnChain, HeadRound
+from specdec.heads.drafting.tree import MAX_CHILDREN, best_paths
 
 
 def end_rounds(rounds: Sequence[HeadRound], logits: torch.Tensor, predictions: Predictions, draws: bool) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting.predictions import ranking_params
-from draft_service.heads.drafting.sessions import HeldSession
+from specdec.drafting.request import DraftRequest
 from specdec.engine import TaskTimes
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw
 from specdec.exact.values import Proposal, SparseDistribution
+from specdec.heads.drafting.predictions import ranking_params
+from specdec.heads.drafting.sessions import HeldSession
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 
@@ -29,7 +29,10 @@ class SessionLost(Exception):
 
 
 class HeadRound:
-    """A round; everything but the constructor and `deliver` runs on the head's thread."""
+    """A round; everything but the constructor, `submit` and `deliver` runs on the head's thread."""
+
+    event_loop: asyncio.AbstractEventLoop  # of the coroutine that awaits it
+    future: asyncio.Future[Proposal] | None = None
 
     def __init__(self, session: WorkerSession, request: DraftRequest, states: torch.Tensor | None) -> None:
         self.session = session
@@ -39,20 +42,25 @@ class HeadRound:
         self.times = TaskTimes()
         self.proposal: Proposal | None = None
         self.error: Exception | None = None
-        self.future: asyncio.Future[Proposal] = asyncio.get_running_loop().create_future()
-        self.event_loop = asyncio.get_running_loop()
         self._arrived_s = time.perf_counter()
         self._ranking = ranking_params(session.sampling)
 
     @property
     def done(self) -> bool:
         """Whether the round has ended, or nobody waits for it any more."""
-        return self.proposal is not None or self.error is not None or self.future.done()
+        is_abandoned = self.future is not None and self.future.done()
+        return self.proposal is not None or self.error is not None or is_abandoned
 
     @property
     def num_draft_tokens(self) -> int:
         """K."""
         return self.request.num_draft_tokens
+
+    def submit(self) -> asyncio.Future[Proposal]:
+        """Return what a coroutine may await, which `deliver` wakes."""
+        self.event_loop = asyncio.get_running_loop()
+        self.future = self.event_loop.create_future()
+        return self.future
 
     def begin(self) -> None:
         """Note that the round has left the queue."""
@@ -73,7 +81,7 @@ class HeadRound:
 
     def deliver(self) -> None:
         """Wake who awaits the round; runs on the event loop."""
-        if self.future.done():
+        if self.future is None or self.future.done():
             return
         if self.error is not None:
             self.future.set_exception(self.error)

@@ -2,14 +2,16 @@
 
 from typing import Any
 
-from draft_service.drafter import DraftRequest, DraftResult
-from draft_service.heads.drafting.loop import HeadLoop, Runner
-from draft_service.heads.drafting.observed import states_of
-from draft_service.heads.drafting.rounds import NOTHING, SessionLost
+from draft_service.drafter import DraftResult
+from draft_service.heads.loop import HeadLoop
 from draft_service.metrics import METRICS
+from specdec.drafting.request import DraftRequest
 from specdec.engine import EngineError
 from specdec.errors import InternalError, UnavailableError
 from specdec.exact.values import Proposal, Timing
+from specdec.heads.drafting.observed import states_of
+from specdec.heads.drafting.rounds import NOTHING, SessionLost
+from specdec.heads.drafting.runner import Runner
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.session_stream import WorkerSession
 from specdec.serving.telemetry import get_logger

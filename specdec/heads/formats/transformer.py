@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from draft_service.heads.formats.files import HeadRefused, Tensors, refuse_others
-from draft_service.heads.formats.target import TargetFolder
-from draft_service.heads.layers import Rotary
-from draft_service.heads.vocabulary import DraftVocabulary
+from specdec.heads.formats.files import HeadRefused, Tensors, refuse_others
+from specdec.heads.formats.target import TargetFolder
+from specdec.heads.layers import Rotary
+from specdec.heads.vocabulary import DraftVocabulary
 
 SERVED_TYPES = ("llama", "qwen3")
 SPECULATORS_VERSION = "0.9.0"  # whose format is written

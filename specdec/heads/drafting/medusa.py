@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from draft_service.drafter import DraftRequest
-from draft_service.heads.drafting.depths import end_rounds
-from draft_service.heads.drafting.fast import joined
-from draft_service.heads.drafting.kept import KeptKeys
-from draft_service.heads.drafting.observed import new_positions
-from draft_service.heads.drafting.predictions import Predictions
-from draft_service.heads.drafting.rounds import NOTHING, HeadRound
-from draft_service.heads.drafting.sessions import HeldSessions
-from draft_service.heads.medusa import MedusaHead, ResidualBlock
+from specdec.drafting.request import DraftRequest
 from specdec.exact.values import ObservationRequest
+from specdec.heads.drafting.depths import end_rounds
+from specdec.heads.drafting.fast import joined
+from specdec.heads.drafting.kept import KeptKeys
+from specdec.heads.drafting.observed import new_positions
+from specdec.heads.drafting.predictions import Predictions
+from specdec.heads.drafting.rounds import NOTHING, HeadRound
+from specdec.heads.drafting.sessions import HeldSessions
+from specdec.heads.medusa import MedusaHead, ResidualBlock
 from specdec.serving.session_stream import WorkerSession
 
 
