@@ -16,6 +16,7 @@ from specdec.serving.settings import load
 from specdec.serving.shared_model import follow_worker, shared
 from specdec.serving.tokenizer import load_tokenizer
 from specdec.v1 import status_pb2_grpc, target_pb2_grpc
+from target_service.loading import load_head
 from target_service.metrics import METRICS
 from target_service.offering import SharedSuccessors
 from target_service.scorer import Scorer
@@ -41,12 +42,14 @@ async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]
     async with shared(settings, server, "target_service", settings.model) as group:
         loading = load_model(settings, settings.model, quantization=_quantization(settings), group=group)
         model, info = await unless_failed(server, loading)
-        scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size)
+        head = await unless_failed(server, load_head(settings, model, info)) if settings.head else None
+        own_layers = head.layers if head else ()
+        scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size, own_layers)
         engine = new_engine(settings, model, scorer)
         METRICS.watch(engine)
         grammars = GrammarCompiler(lambda: load_tokenizer(settings.model).to_str(), info.vocab_size, info.eos_token_ids)
         successors = SharedSuccessors(settings.offers_shared)
-        servicer = TargetServicer(engine, scorer, info, grammars, settings.score_ahead, successors)
+        servicer = TargetServicer(engine, scorer, info, grammars, settings.score_ahead, successors, head)
         target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server.grpc)
         status_pb2_grpc.add_StatusServiceServicer_to_server(StatusServicer("target"), server.grpc)
         async with running(engine, server, settings.stalled_s):

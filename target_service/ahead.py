@@ -11,7 +11,7 @@ model's forwards and all that comes between two of them (messages, the coordinat
 sessions of a forward go on together in the next.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -73,9 +73,19 @@ class Following:
         scores: Scores = task.submission.result
         draft_tokens = task.round.draft_tokens
         if not draft_tokens:
+            _observe(task, ())
             return [scores.positions[0].tail_token]
         foreseen = verdict(self.rule, scores, task.round, task.session.seed)
-        return [*(draft_tokens[token] for token in foreseen.path), foreseen.next_token] if foreseen else []
+        if foreseen is None:
+            return []
+        _observe(task, foreseen.path)
+        return [*(draft_tokens[token] for token in foreseen.path), foreseen.next_token]
+
+
+def _observe(task: ScoreTask, path: Sequence[int]) -> None:
+    """Give the worker's own head the states at the tokens that are committed with a draft's `path`."""
+    if task.offers is not None:
+        task.offers.observe(task.own_states(path))
 
 
 class AheadTask(ScoreTask):
@@ -122,16 +132,13 @@ class ScoringAhead:
         self._lookup = TextLookup()  # used by one task at a time, when the one before it has ended
         self._ahead: AheadTask | None = None
 
-    def begin(self, task: ScoreTask, request: ObservationRequest, next_round: NextRound) -> None:
-        """Score the round that follows another one as soon as that is scored. Returns at once.
-
-        It observes what is to be observed in the one before.
-        """
+    def begin(self, task: ScoreTask, watch: Watch, next_round: NextRound) -> None:
+        """Score the round that follows another one as soon as that is scored; it observes `watch`. Returns at once."""
         if next_round.learns:
             self._offers = self._offers or self._new_offers()
             task.offers = self._offers
         following = Following(next_round, self._rule, self._lookup)
-        self._ahead = AheadTask(task, task.watch if request else Watch(), following)
+        self._ahead = AheadTask(task, watch, following)
         self._engine.follow(task, self._ahead)
 
     def note_scored(self, task: ScoreTask) -> None:

@@ -1,6 +1,7 @@
 """What the target worker drafts itself for rounds that it scores ahead, and offers to the coordinator.
 
-It needs no model, no training and no message: after each token of a round the worker knows which tokens the target
+A head of its own drafts it, if the worker has one (`own_head.py`) and the states before the text's end were observed.
+Else it needs no model, no training and no message: after each token of a round the worker knows which tokens the target
 found most probable there, and remembers them (Luo et al. 2024, "Token Recycling"). A tree joins these successors with
 what followed earlier occurrences of the text's end. A session's own reports come first; a greedy one then reads those
 of other sessions of its tenant (specdec/serving/sharing.py). So a draft of a sampled session depends on nothing but
@@ -17,6 +18,7 @@ from specdec.exact.lookup import NextRound, TextLookup, following
 from specdec.exact.values import Proposal
 from specdec.serving.session_stream import WorkerSession
 from specdec.serving.sharing import may_read_reports
+from target_service.own_head import OwnHead, States
 
 MAX_LOG = 1024  # reports of a session that can be taken back, some 150 bytes each
 MAX_OWN_TOKENS = 4096  # of a session, of which reports are kept, some 200 bytes each
@@ -45,7 +47,9 @@ class SharedSuccessors:
 class SessionOffers:
     """What one session's rounds have told. Used by one task at a time."""
 
-    def __init__(self, session: WorkerSession, table: SharedTable | None) -> None:
+    def __init__(self, session: WorkerSession, table: SharedTable | None, head: OwnHead | None = None) -> None:
+        self._session, self._head = session, head
+        self._states: States | None = None  # that the head was not given yet
         self._table, self._reads_table = table, may_read_reports(session)
         self._own = SessionSuccessors(MAX_LOG, MAX_OWN_TOKENS)
 
@@ -60,14 +64,28 @@ class SessionOffers:
             if self._table is not None:
                 self._table.report(token, report)
 
+    def observe(self, states: States | None) -> None:
+        """Keep a round's states at committed tokens for the head."""
+        if states is not None:
+            self._states = self._states.followed_by(states) if self._states else states
+
     def draft(self, text: Sequence[int], lookup: TextLookup, next_round: NextRound) -> Proposal:
         """Return a tree of draft tokens after a text."""
-        count = min(next_round.num_offered, next_round.max_length - len(text) - 1)
+        count = max(0, min(next_round.num_offered, next_round.max_length - len(text) - 1))
+        return self._of_head(text, count) or self._recycled(text, lookup, count, next_round.stop_below)
+
+    def _of_head(self, text: Sequence[int], count: int) -> Proposal:
+        states, self._states = self._states, None
+        if self._head is None or states is None or not count:
+            return Proposal()
+        return self._head.draft(self._session, text, states, count)
+
+    def _recycled(self, text: Sequence[int], lookup: TextLookup, count: int, stop_below: float) -> Proposal:
         continuations = [
             Continuation(following(text, match, reach(match.num_tokens, count)), match.num_tokens)
             for match in lookup.matches(text)
         ]
-        return grow(continuations, text[-1], self._successors, max(0, count), next_round.stop_below)
+        return grow(continuations, text[-1], self._successors, count, stop_below)
 
     def _successors(self, token: int) -> Sequence[int]:
         report = self._own.of(token)

@@ -30,6 +30,7 @@ from specdec.exact.values import ObservationRequest, Observations, PositionLogpr
 from specdec.serving.session_stream import WorkerSession
 from target_service.metrics import METRICS
 from target_service.offering import SessionOffers
+from target_service.own_head import MAX_WAITING, States
 
 MAX_OBSERVED_BYTES = 8 << 20  # of the prompt's hidden states in one answer: half of the largest message
 
@@ -62,10 +63,21 @@ class ScoreRound:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a session's drafter asked to observe, at how many committed tokens at most."""
+    """What is observed of a round: what the session's drafter asked for, and what the worker's own head reads."""
 
     request: ObservationRequest = ObservationRequest()  # noqa: RUF009  # frozen
-    window: int = 0
+    window: int = 0  # committed tokens at which the drafter's is observed, at most
+    own_layers: tuple[int, ...] = ()  # whose states the head reads
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        """All layers whose states are observed."""
+        return tuple(sorted({*self.request.hidden_layers, *self.own_layers}))
+
+    def num_observed(self, num_draft_tokens: int) -> int:
+        """Return at how many of a round's tokens states are observed, at most."""
+        windows = (self.window if self.request.hidden_layers else 0, MAX_WAITING if self.own_layers else 0)
+        return max(windows) + num_draft_tokens if any(windows) else 0
 
 
 class ScoreTask(Task[Scores]):
@@ -89,8 +101,8 @@ class ScoreTask(Task[Scores]):
             match=match,
             on_draft=given.prefix_digest is not None,  # which proves what is kept
             prefix_digest=given.prefix_digest,
-            hidden_layers=watch.request.hidden_layers,
-            num_observed=watch.window + num_draft_tokens if watch.request.hidden_layers else 0,
+            hidden_layers=watch.hidden_layers,
+            num_observed=watch.num_observed(num_draft_tokens),
             group=session.group,
             has_text=given.committed_length > session.num_prompt_tokens,
         )
@@ -108,8 +120,7 @@ class ScoreTask(Task[Scores]):
         self.round = given
         self.append_instead(given.start, [*given.tokens, *given.draft_tokens], self.num_positions, given.parents)
         self.prefix_digest, self.on_draft = given.prefix_digest, True
-        if self.hidden_layers:
-            self.num_observed = self.watch.window + len(given.draft_tokens)
+        self.num_observed = self.watch.num_observed(len(given.draft_tokens))
 
     def prepare(self) -> None:
         """Truncate to `start`, keeping the accepted path; observed tokens that are fed need logits too."""
@@ -122,6 +133,22 @@ class ScoreTask(Task[Scores]):
         super().note_fed(feed, hidden_states)
         if not self.tokens:
             self.digest = self.sequence.prefix_digest(self.round.committed_length)
+
+    def states_of(self, layers: Sequence[int], window: int) -> torch.Tensor | None:
+        """Return the states [N, len(layers), hidden_size] of the draft tokens, and of `window` tokens before them."""
+        if self.hidden_states is None or not layers:
+            return None
+        rows = self.hidden_states[-(window + len(self.round.draft_tokens)) :]
+        return rows[:, [self.hidden_layers.index(layer) for layer in layers]]
+
+    def own_states(self, path: Sequence[int]) -> States | None:
+        """Return what the worker's own head reads of the tokens that are committed once the draft's `path` is."""
+        rows = self.states_of(self.watch.own_layers, MAX_WAITING)
+        if rows is None:
+            return None
+        num_before = len(rows) - len(self.round.draft_tokens)
+        kept = [*range(num_before), *(num_before + token for token in path)]
+        return States(self.round.committed_length - num_before, rows[kept])
 
     def contexts(self) -> list[SamplingContext]:
         """Return what each position's distribution depends on, [N + 1]. Raises InvalidArgumentError by its grammar."""
@@ -144,14 +171,27 @@ class ScoreTask(Task[Scores]):
 class Scorer:
     """Turns logits into scores; the engine's processor."""
 
-    def __init__(self, vocab_size: int, observation_window: int, hidden_size: int = 0) -> None:
+    def __init__(
+        self, vocab_size: int, observation_window: int, hidden_size: int = 0, own_layers: tuple[int, ...] = ()
+    ) -> None:
+        """`own_layers` are those whose states the worker's own head reads."""
         self._vocab_size = vocab_size
         self._observation_window = observation_window
         self._hidden_size = hidden_size
+        self._own_layers = own_layers
 
-    def task(self, session: WorkerSession, given: ScoreRound, request: ObservationRequest, match: bool) -> ScoreTask:
-        """Return the engine's task for one round; `match` keeps all cached tokens that are the same."""
-        return ScoreTask(session, given, Watch(request, self._window(request) if request else 0), match)
+    def task(
+        self, session: WorkerSession, given: ScoreRound, request: ObservationRequest, match: bool, learns: bool = False
+    ) -> ScoreTask:
+        """Return the engine's task for one round.
+
+        `match` keeps all cached tokens that are the same; `learns`: the worker's own head reads the round's states.
+        """
+        return ScoreTask(session, given, self.watch(request, learns), match)
+
+    def watch(self, request: ObservationRequest, learns: bool) -> Watch:
+        """Return what is observed of a round."""
+        return Watch(request, self._window(request) if request else 0, self._own_layers if learns else ())
 
     def _window(self, request: ObservationRequest) -> int:
         """Return how many committed tokens are observed: as many as fit into an answer."""
@@ -274,7 +314,8 @@ def _observed(task: ScoreTask, logits: torch.Tensor) -> Observations | None:
     request = task.watch.request
     if not request:
         return None
-    hidden = _bytes_of(task.hidden_states.to(torch.bfloat16)) if task.hidden_states is not None else ()
+    states = task.states_of(request.hidden_layers, task.watch.window)
+    hidden = _bytes_of(states.to(torch.bfloat16)) if states is not None else ()
     top: tuple[bytes, ...] = ()
     if request.num_top_tokens:
         count = min(request.num_top_tokens, logits.shape[-1])

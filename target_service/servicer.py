@@ -28,6 +28,7 @@ from target_service.ahead import ScoringAhead
 from target_service.metrics import METRICS
 from target_service.observing import Observing, observing_from_proto
 from target_service.offering import SessionOffers, SharedSuccessors
+from target_service.own_head import OwnHead
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
@@ -44,10 +45,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         grammars: GrammarCompiler | None = None,
         scores_ahead: bool = True,
         successors: SharedSuccessors | None = None,
+        head: OwnHead | None = None,
     ) -> None:
         self.engine = engine
         self.scores_ahead = scores_ahead
-        self.successors = successors or SharedSuccessors()
+        self._successors, self._head = successors or SharedSuccessors(), head
         self._scorer = scorer
         self._model = model
         self._grammars = grammars
@@ -68,9 +70,15 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         session = session_from_proto(opening.session, self._model.vocab_size, grammars=self._grammars)
         return ScoreRounds(session, self, observing_from_proto(opening, self._model.num_layers))
 
+    def new_offers(self, session: WorkerSession) -> SessionOffers:
+        """Return what drafts for a session's rounds that are scored ahead."""
+        return SessionOffers(session, self._successors.of(session), self._head)
+
     def forget(self, session: WorkerSession) -> None:
-        """Free a session's cache."""
+        """Free what is held of a session."""
         self.engine.forget(session.key)
+        if self._head:
+            self._head.forget(session)
 
     def leave(self, session: WorkerSession) -> None:
         """Let a session's cache make room for others: its stream has ended."""
@@ -91,9 +99,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """
         given, request = self._checked(message), observing.of_round(message)
         next_round = self._checked_next(message)
-        task = ahead.take(given, request) or self._scorer.task(session, given, request, match)
+        learns = next_round is not None and next_round.learns
+        task = ahead.take(given, request) or self._scorer.task(session, given, request, match, learns)
         if next_round and self.scores_ahead and session.sampling.grammar is None:
-            ahead.begin(task, request, next_round)
+            ahead.begin(task, self._scorer.watch(request, learns), next_round)
         try:
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
@@ -200,9 +209,7 @@ class ScoreRounds(SessionRounds):
         super().__init__(session)
         self._servicer = servicer
         self._observing = observing
-        self._ahead = ScoringAhead(
-            servicer.engine, observing.rule, lambda: SessionOffers(session, servicer.successors.of(session))
-        )
+        self._ahead = ScoringAhead(servicer.engine, observing.rule, lambda: servicer.new_offers(session))
         self._scored: ScoreTask | None = None  # the last round, until it is reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:

@@ -1,6 +1,7 @@
 """Settings of the target worker."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -23,6 +24,11 @@ class TargetSettings(SharedModelSettings):
         True,
         description="what it drafts itself for greedy sessions it learns from all of a tenant",
     )
+    head: str | None = Field(
+        None,
+        description="hub id or folder of a head, trained for the model, that it drafts with itself between forwards",
+    )
+    head_kind: Literal["eagle3", "dflash", "medusa"] = Field("eagle3", description="what --head is")
     observation_window: int = Field(
         256, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"
     )
@@ -30,6 +36,8 @@ class TargetSettings(SharedModelSettings):
     def problems(self) -> Iterator[str]:
         """Give a sentence for each combination of settings that is refused."""
         yield from super().problems()
+        if self.head and not self.score_ahead:
+            yield "--head drafts for rounds that are scored ahead; leave it out, or --score-ahead true"
         if self.tensor_parallel > 1 and self.quantization != "none":
             yield f"--tensor-parallel shares weights as they are, not in {self.quantization}; leave one of the two out"
 

@@ -67,7 +67,9 @@ def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", 
 
 
 def _target_flags(options: Options) -> tuple[str, ...]:
-    return ("--model", options.target, "--quantization", options.quantization)
+    """A target worker drafts with the first head itself, too."""
+    head = next(((("--head-kind", kind, "--head", head)) for kind, head in options.heads.items()), ())
+    return ("--model", options.target, "--quantization", options.quantization, *head)
 
 
 def _draft_flags(options: Options) -> tuple[str, ...]:
