@@ -3,6 +3,7 @@
 import time
 
 from specdec.engine import EngineError, LanguageModel
+from specdec.engine.quantized import has_fast_int8
 from specdec.heads.drafting.loading import HeadParts, load_runner
 from specdec.heads.formats.files import HeadRefused
 from specdec.heads.formats.target import target_folder
@@ -31,6 +32,7 @@ async def load_head(settings: TargetSettings, model: LanguageModel, info: ModelI
                     model.device,
                     model.dtype,
                     max_bytes=settings.kv_cache_bytes // HEAD_SHARE,
+                    quantization="int8" if has_fast_int8(model.device) else None,  # a draft may be any
                 ),
             )
         )

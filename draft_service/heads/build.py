@@ -66,6 +66,7 @@ def load_head(kind: str, folder: str, settings: HeadSettings) -> tuple[Runner[An
         draws=settings.head_shape == "chain",
         support_mass=settings.support_mass,
         support_max=settings.support_max,
+        quantization=None if settings.draft_quantization == "none" else settings.draft_quantization,
     )
     runner = load_runner(kind, parts)
     info = ModelInfo(

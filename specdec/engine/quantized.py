@@ -191,6 +191,11 @@ def try_quantize(module: nn.Module, quantization: Quantization) -> Quantized | N
     return _int8(weight, module.bias) if quantization == "int8" else _try_int4(weight, module.bias)
 
 
+def has_fast_int8(device: torch.device) -> bool:
+    """Return whether int8 is computed by our own kernel, which is the fastest product where it runs."""
+    return device.type == "cpu" and has_bytes() and torch.get_num_threads() == 1
+
+
 def rounded_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [out, in] rounded to int8, and the scales of its channels, float32 [out]."""
     scales = (weight.float().abs().amax(-1) / 127).clamp(min=1e-12)
@@ -201,7 +206,7 @@ def _int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear | Kerne
     """Return the layer by our own kernel, where there is one that gives the bits of the other."""
     num_in = weight.shape[1]
     takes_kernel = num_in % INT8_STEP == 0 and num_in <= MAX_INT8_INPUTS and weight.dtype in KERNEL_DTYPES
-    if takes_kernel and has_bytes() and torch.get_num_threads() == 1:
+    if takes_kernel and has_fast_int8(weight.device):
         ours = KernelInt8Linear(weight, bias)
         if _has_bits_of_plain(ours, weight, bias):
             return ours

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.drafting.request import DraftRequest
+from specdec.engine import Quantization
 from specdec.exact.values import ObservationRequest
 from specdec.heads.dflash import DFlashHead
 from specdec.heads.drafting.depths import end_rounds
@@ -46,12 +47,20 @@ class DFlashRunner:
 
     num_ahead = 0
 
-    def __init__(self, head: DFlashHead, predictions: Predictions, draws: bool, max_bytes: int) -> None:
+    def __init__(
+        self,
+        head: DFlashHead,
+        predictions: Predictions,
+        draws: bool,
+        max_bytes: int,
+        quantization: Quantization | None = None,
+    ) -> None:
         """`draws`: chains of drawn tokens, not trees of chosen ones."""
         self.observations = ObservationRequest(hidden_layers=head.shape.aux_layers)
         self.hidden_size = head.shape.target_hidden_size
-        self._layers = [FastLayer(layer) for layer in head.layers]  # type: ignore[arg-type]
-        self._fc, self._lm_head = joined(head.fc), joined(head.lm_head)
+        self._layers = [FastLayer(layer, quantization) for layer in head.layers]  # type: ignore[arg-type]
+        self._fc = joined(head.fc, quantization=quantization)
+        self._lm_head = joined(head.lm_head, quantization=quantization)
         self._state_norm, self._norm = Norm(head.hidden_norm), Norm(head.norm)
         self._embeddings = head.embed_tokens.weight
         self._angles = AngleTable(head.rotary, self._embeddings)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from specdec.drafting.request import DraftRequest
+from specdec.engine import Quantization
 from specdec.exact.values import ObservationRequest, SparseDistribution
 from specdec.heads.drafting.fast import AngleTable, FastLayer, Heads, Norm, attend, joined
 from specdec.heads.drafting.kept import KeptKeys
@@ -27,13 +28,14 @@ from specdec.serving.session_stream import WorkerSession
 class FastEagle3:
     """The network, as few steps as possible."""
 
-    def __init__(self, head: Eagle3Head) -> None:
+    def __init__(self, head: Eagle3Head, quantization: Quantization | None) -> None:
         self._fc_norms = [Norm(norm) for norm in head.fc_norm or ()]  # type: ignore[arg-type]
-        self._layer = FastLayer(head.layer)
+        self._layer = FastLayer(head.layer, quantization)
         self._state_norm, self._output_norm = Norm(head.layer.hidden_norm), Norm(head.norm)
         self._normalises_residual = head.shape.norm_before_residual
         self._returns_normalised = head.shape.norm_output
-        self._fc, self._lm_head = joined(head.fc), joined(head.lm_head)
+        self._fc = joined(head.fc, quantization=quantization)
+        self._lm_head = joined(head.lm_head, quantization=quantization)
         self._input_norm = Norm(head.input_norm) if head.input_norm is not None else None
         self.embeddings = head.embed_tokens.weight
         self._angles = AngleTable(head.rotary, self.embeddings)
@@ -178,11 +180,18 @@ class Eagle3Runner:
 
     num_ahead = 1  # a pair has the token after its state
 
-    def __init__(self, head: Eagle3Head, predictions: Predictions, draws: bool, max_bytes: int) -> None:
+    def __init__(
+        self,
+        head: Eagle3Head,
+        predictions: Predictions,
+        draws: bool,
+        max_bytes: int,
+        quantization: Quantization | None = None,
+    ) -> None:
         """`draws`: chains of drawn tokens, not trees of chosen ones."""
         self.observations = ObservationRequest(hidden_layers=head.shape.aux_layers)
         self.hidden_size = head.shape.target_hidden_size
-        self._network = FastEagle3(head)
+        self._network = FastEagle3(head, quantization)
         self._predictions = predictions
         self._draws = draws
         self.sessions = HeldSessions(self._network.new_keys, max_bytes)

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from specdec.engine import Quantization
 from specdec.engine.linear import try_prepack
+from specdec.engine.quantized import try_quantize
 from specdec.heads.layers import Layer, Rotary
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -73,16 +75,19 @@ class AngleTable:
 class FastLayer:
     """A decoder layer: joined projections, and the gated MLP."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, quantization: Quantization | None = None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
         self.head_size = attention.q_proj.out_features // attention.num_heads
         self.input_norm = Norm(layer.input_layernorm)
-        self._to_heads = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._to_heads = joined(attention.q_proj, attention.k_proj, attention.v_proj, quantization=quantization)
         self._head_norms = _head_norms(attention)
-        self._from_heads = joined(attention.o_proj)
+        self._from_heads = joined(attention.o_proj, quantization=quantization)
         self._mlp_norm = Norm(layer.post_attention_layernorm)
-        self._to_mlp, self._from_mlp = joined(mlp.gate_proj, mlp.up_proj), joined(mlp.down_proj)
+        self._to_mlp, self._from_mlp = (
+            joined(mlp.gate_proj, mlp.up_proj, quantization=quantization),
+            joined(mlp.down_proj, quantization=quantization),
+        )
         self._activation: Any = mlp._activation
 
     def project(self, rows: torch.Tensor, angles: Angles) -> Heads:
@@ -114,13 +119,17 @@ def _head_norms(attention: Any) -> tuple[torch.Tensor, float] | None:
     return weights, float(attention.q_norm.eps)
 
 
-def joined(*linears: nn.Linear) -> nn.Module:
-    """Return one linear layer that computes all of `linears` side by side, packed where that is faster."""
+def joined(*linears: nn.Linear, quantization: Quantization | None = None) -> nn.Module:
+    """Return one linear layer that computes all of `linears` side by side.
+
+    Its weight is rounded where that is asked for and possible, else packed where that is faster.
+    """
     biases = [linear.bias for linear in linears if linear.bias is not None]
     whole = nn.Linear(linears[0].in_features, sum(linear.out_features for linear in linears), device="meta")
     whole.weight = nn.Parameter(torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False)
     whole.bias = nn.Parameter(torch.cat([bias.detach() for bias in biases]), requires_grad=False) if biases else None  # type: ignore[assignment]
-    return try_prepack(whole) or whole
+    rounded = try_quantize(whole, quantization) if quantization else None
+    return rounded or try_prepack(whole) or whole
 
 
 def attend(

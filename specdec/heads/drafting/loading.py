@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from specdec.engine import Quantization
 from specdec.heads.drafting.dflash import DFlashRunner
 from specdec.heads.drafting.eagle3 import Eagle3Runner
 from specdec.heads.drafting.medusa import MedusaRunner
@@ -31,6 +32,7 @@ class HeadParts:
     draws: bool = False  # chains of drawn tokens, not trees of chosen ones
     support_mass: float = 0.99  # of the distributions that are drawn from
     support_max: int = 64
+    quantization: Quantization | None = None  # of its weights, on a CPU
 
     def predictions(self, vocabulary: DraftVocabulary) -> Predictions:
         """Return what reads the head's logits."""
@@ -39,18 +41,18 @@ class HeadParts:
 
 def _eagle3(parts: HeadParts) -> Eagle3Runner:
     head = load_eagle3(parts.folder, parts.target.folder, parts.dtype).to(parts.device)
-    return Eagle3Runner(head, parts.predictions(head.vocabulary), parts.draws, parts.max_bytes)
+    return Eagle3Runner(head, parts.predictions(head.vocabulary), parts.draws, parts.max_bytes, parts.quantization)
 
 
 def _dflash(parts: HeadParts) -> DFlashRunner:
     head = load_dflash(parts.folder, parts.target.folder, parts.dtype).to(parts.device)
-    return DFlashRunner(head, parts.predictions(head.vocabulary), parts.draws, parts.max_bytes)
+    return DFlashRunner(head, parts.predictions(head.vocabulary), parts.draws, parts.max_bytes, parts.quantization)
 
 
 def _medusa(parts: HeadParts) -> MedusaRunner:
     head = load_medusa(parts.folder, parts.target.folder, parts.dtype).to(parts.device)
-    predictions = parts.predictions(head.vocabulary)
-    return MedusaRunner(head, parts.target.num_layers, predictions, parts.draws, parts.max_bytes)
+    predictions, num_layers = parts.predictions(head.vocabulary), parts.target.num_layers
+    return MedusaRunner(head, num_layers, predictions, parts.draws, parts.max_bytes, parts.quantization)
 
 
 LOADERS: Mapping[str, Callable[[HeadParts], Runner[Any]]] = {"eagle3": _eagle3, "dflash": _dflash, "medusa": _medusa}

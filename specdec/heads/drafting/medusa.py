@@ -1,11 +1,13 @@
 """Runs Medusa heads: one small forward from the target's last state."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 from specdec.drafting.request import DraftRequest
+from specdec.engine import Quantization
 from specdec.exact.values import ObservationRequest
 from specdec.heads.drafting.depths import end_rounds
 from specdec.heads.drafting.fast import joined
@@ -24,13 +26,20 @@ class MedusaRunner:
     num_ahead = 0
 
     def __init__(
-        self, head: MedusaHead, num_target_layers: int, predictions: Predictions, draws: bool, max_bytes: int
+        self,
+        head: MedusaHead,
+        num_target_layers: int,
+        predictions: Predictions,
+        draws: bool,
+        max_bytes: int,
+        quantization: Quantization | None = None,
     ) -> None:
         """`draws`: chains of drawn tokens, not trees of chosen ones."""
         self.observations = ObservationRequest(hidden_layers=(num_target_layers,))
         self.hidden_size = head.shape.hidden_size
-        self._blocks = [[joined(_linear(layer)) for layer in block.children()] for block in head.blocks]
-        self._lm_heads = [joined(layer) for layer in head.lm_heads]  # type: ignore[arg-type]
+        join = partial(joined, quantization=quantization)
+        self._blocks = [[join(_linear(layer)) for layer in block.children()] for block in head.blocks]
+        self._lm_heads = [join(layer) for layer in head.lm_heads]  # type: ignore[arg-type]
         self._like = next(head.lm_heads.parameters()).detach()[:0]
         self._predictions = predictions
         self._draws = draws
