@@ -1,4 +1,4 @@
-"""Settings of drafters with weights: how these are rounded, and how far a distribution is cut before it is drawn from."""
+"""Settings of drafters with weights: how these are rounded, and how far a distribution is cut that is drawn from."""
 
 from pydantic import Field
 

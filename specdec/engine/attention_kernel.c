@@ -68,6 +68,12 @@ static ALWAYS_INLINE void fetch(const Attention *all, int64_t slot, int64_t head
 #define NAME(x) x##_16
 #include "attention_lanes.h"
 #pragma GCC pop_options
+#ifdef HAS_TILES
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16,amx-tile,amx-bf16,prefer-vector-width=512")
+#include "attention_tiles.h"
+#pragma GCC pop_options
+#endif
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define LANES 8
@@ -102,6 +108,10 @@ int64_t specdec_lanes(void)
 // Attend for some rows. `room` has specdec_room bytes.
 void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room)
 {
+#ifdef HAS_TILES
+    if (all->has_tiles && all->is_bf16 && fits_tiles(all->key_size) && fits_tiles(all->value_size))
+        return attend_all_tiles(all, rows, num_rows, room);
+#endif
 #ifdef HAS_VERSIONS
     if (all->lanes == 16)
         attend_16(all, rows, num_rows, room);

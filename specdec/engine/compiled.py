@@ -18,7 +18,7 @@ import torch
 
 from specdec.engine.attention import AttentionOptions, AttentionPlan, PoolOptions, Segment
 from specdec.engine.contiguous import ContiguousPool, LayerPool
-from specdec.engine.native import kernels, num_lanes
+from specdec.engine.native import has_tiles, kernels, num_lanes
 from specdec.engine.pool import LayerShape
 from specdec.engine.sdpa import Part, new_pool
 
@@ -42,6 +42,7 @@ class _Attention(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("is_bf16", ctypes.c_int64),
         ("lanes", ctypes.c_int64),
+        ("has_tiles", ctypes.c_int64),
     )
 
 
@@ -217,6 +218,7 @@ class CompiledPlan:
             softcap=options.softcap or 0.0,
             is_bf16=layer.keys.dtype == torch.bfloat16,
             lanes=num_lanes(),
+            has_tiles=has_tiles(),
         )
         self._threads.attend(attention, self.rows)
 

@@ -16,7 +16,7 @@ from torch import nn
 from specdec.engine.compiled import CompiledPlan
 from specdec.engine.decoder import DecoderOutput, PackedRow
 from specdec.engine.linear import KernelLinear
-from specdec.engine.native import Weight, kernels, num_lanes
+from specdec.engine.native import Weight, has_tiles, kernels, num_lanes
 from specdec.engine.quantized import KernelInt8Linear
 
 _POINTER = ctypes.c_void_p
@@ -49,7 +49,7 @@ class _Model(ctypes.Structure):
         ("head", Weight),
         *((name, _NUMBER) for name in ("num_layers", "width", "head_size", "num_heads", "num_kv_heads")),
         ("scaling", ctypes.c_float),
-        *((name, _NUMBER) for name in ("is_bf16", "lanes")),
+        *((name, _NUMBER) for name in ("is_bf16", "lanes", "has_tiles")),
     )
 
 
@@ -154,6 +154,7 @@ class CompiledLayers:
             scaling=first.scaling,
             is_bf16=self._like.dtype == torch.bfloat16,
             lanes=num_lanes(),
+            has_tiles=has_tiles(),
         )
         self._room = torch.empty(0, dtype=torch.uint8)
         self._stored_in: object = None  # the cache that the layers' keys and values point into

@@ -35,6 +35,7 @@ typedef struct {
     float scaling, softcap;  // softcap 0: none
     int64_t is_bf16;       // else float32
     int64_t lanes;         // of a vector, one that specdec_lanes gives or fewer: 16, 8 or 4
+    int64_t has_tiles;     // attend in tiles where the type and the sizes allow it: where specdec_has_tiles
 } Attention;
 
 // One new token, which sees positions 0 to end - 1 of its text. The first num_linear lie in a row from first_slot on, the

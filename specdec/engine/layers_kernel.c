@@ -26,7 +26,7 @@ typedef struct {
     Weight head;
     int64_t num_layers, width, head_size, num_heads, num_kv_heads;
     float scaling;  // of attention's scores
-    int64_t is_bf16, lanes;
+    int64_t is_bf16, lanes, has_tiles;
 } Model;
 
 // The new tokens of all sequences, and what is wanted of them.
@@ -66,7 +66,8 @@ static Attention attention_of(const Model *model, const Layer *layer)
                        .window = layer->window,
                        .scaling = model->scaling,
                        .is_bf16 = model->is_bf16,
-                       .lanes = model->lanes};
+                       .lanes = model->lanes,
+                       .has_tiles = model->has_tiles};
 }
 
 // Divide a piece of memory, and return how many bytes of it are needed; NULL: none of it is there yet.

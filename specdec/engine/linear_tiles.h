@@ -4,8 +4,8 @@
 // long as the weight takes to be read. Of bfloat16 a sum runs over the inputs in their order, two at a time, in float32; of
 // 8 bits sums are exact, and their bits those of linear_int8.h. So a row's bits depend on it alone.
 
-#define TILE_ROWS 16
-#define TILE_BYTES 64                         // of a row, in one tile
+#include "tiles.h"
+
 #define CHANNELS 32                           // of a block: two tiles
 #define CHUNK_BYTES (16 * CHANNELS * 4)       // of the weight, for TILE_BYTES of a row
 #define CHUNK_LINES (CHUNK_BYTES / 64)
@@ -19,13 +19,6 @@
 #define WEIGHTS_0 6
 #define WEIGHTS_1 7
 
-// What a processor's thread is told of its tiles.
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileConfig;
-
 // Sums of two groups of rows; of 8 bits, of the low and the high digits of one group.
 typedef float TileSums[2][TILE_ROWS][CHANNELS] __attribute__((aligned(64)));
 
@@ -34,16 +27,6 @@ typedef struct {
     const char *rows, *last;  // [groups * size, row_bytes]; the last group, with zeros after its last row
     int64_t row_bytes, size, count;
 } Groups;
-
-static void set_tiles(int64_t num_rows)
-{
-    TileConfig config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = TILE_BYTES;
-        config.rows[tile] = (uint8_t)(tile < WEIGHTS_0 ? num_rows : TILE_ROWS);
-    }
-    _tile_loadconfig(&config);
-}
 
 // Divide rows into groups that are as equal as can be.
 static Groups grouped(const char *rows, int64_t num_rows, int64_t row_bytes)
