@@ -16,6 +16,7 @@ from specdec.serving.settings import load
 from specdec.serving.shared_model import follow_worker, shared
 from specdec.serving.tokenizer import load_tokenizer
 from specdec.v1 import status_pb2_grpc, target_pb2_grpc
+from target_service.ahead import look_ahead
 from target_service.loading import load_head
 from target_service.metrics import METRICS
 from target_service.offering import SharedSuccessors
@@ -44,7 +45,7 @@ async def built(settings: TargetSettings, server: Server) -> AsyncIterator[None]
         model, info = await unless_failed(server, loading)
         head = await unless_failed(server, load_head(settings, model, info)) if settings.head else None
         own_layers = head.layers if head else ()
-        scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size, own_layers)
+        scorer = Scorer(info.vocab_size, settings.observation_window, info.hidden_size, own_layers, look_ahead)
         engine = new_engine(settings, model, scorer)
         METRICS.watch(engine)
         grammars = GrammarCompiler(lambda: load_tokenizer(settings.model).to_str(), info.vocab_size, info.eos_token_ids)

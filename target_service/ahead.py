@@ -12,19 +12,31 @@ sessions of a forward go on together in the next.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 from specdec.engine import EngineLoop, Task
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.lookup import NextRound, TextLookup, continued
-from specdec.exact.values import ObservationRequest, Proposal, Scores
+from specdec.exact.values import ObservationRequest, Proposal, Scores, Verdict
 from target_service.metrics import count_ahead
 from target_service.observing import verdict
 from target_service.offering import SessionOffers
+from target_service.own_head import HeadDraft, OwnHead
 from target_service.scorer import ScoreRound, ScoreTask, Watch
 
 UNKNOWN = 0  # token, until the round before has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known of a round that follows another one."""
+
+    emitted: list[int]  # the tokens that the round before it commits
+    draft: Proposal = Proposal()  # noqa: RUF009  # frozen
+    is_offered: bool = False  # the draft is the worker's own
+    text: Sequence[int] | None = None  # after which the worker may draft itself
+    head_draft: HeadDraft | None = None  # what its head is to draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,58 +46,61 @@ class Following:
     next_round: NextRound
     rule: AcceptanceRule | None  # of the session; None: not told, or a newer one
     lookup: TextLookup  # in the session's text
+    head: OwnHead | None = None
 
-    def after(self, task: ScoreTask) -> tuple[ScoreRound, bool] | None:
-        """Return the round that follows one that was scored, and whether its draft is offered.
-
-        None: nobody knows, or there is none.
-        """
+    def after(self, task: ScoreTask) -> Outlook | None:
+        """Return what follows a round that was scored. None: nobody knows, or nothing."""
         emitted = self._emitted(task)
         length = task.round.committed_length + len(emitted)
         if not emitted or length >= self.next_round.max_length:
             return None
-        draft, is_offered = self._draft(task, emitted)
+        return self._drafted(task, emitted)
+
+    def _drafted(self, task: ScoreTask, emitted: list[int]) -> Outlook:
+        """Return the outlook with what is looked up in the text that a round has committed, if anything is."""
+        if not self.next_round.num_offered and not any(self.next_round.draft_lengths):
+            return Outlook(emitted)
+        text = task.sequence.tokens[: task.round.committed_length]
+        if len(text) < task.round.committed_length:  # evicted since
+            return Outlook(emitted)
+        text.extend(emitted)
+        match = self.lookup.find(text)
+        if count := self.next_round.num_draft_tokens(match, len(text)):
+            return Outlook(emitted, continued(text, match, count))
+        if task.offers is None or not self.next_round.num_offered:
+            return Outlook(emitted)
+        return Outlook(emitted, text=text, head_draft=task.offers.head_draft(text, self.next_round))
+
+    def offered(self, task: ScoreTask, outlook: Outlook, drafted: Proposal) -> Outlook:
+        """Return an outlook with what the worker's head has drafted, or with what else it can offer."""
+        if outlook.text is None or task.offers is None:
+            return outlook
+        offer = drafted or task.offers.draft(outlook.text, self.lookup, self.next_round)
+        return replace(outlook, draft=offer, is_offered=len(offer) > 0)
+
+    def round_of(self, task: ScoreTask, outlook: Outlook) -> ScoreRound | None:
+        """Return the round that follows, if it is known."""
+        draft = outlook.draft
         if not draft and not self.next_round.plain:
             return None
         supports = [distribution.token_ids for distribution in draft.distributions]
         parents = () if draft.is_chain else draft.parents
         start, digest = task.round.committed_length, task.digest
-        return ScoreRound(start, emitted, draft.tokens, supports, parents, prefix_digest=digest), is_offered
-
-    def _draft(self, task: ScoreTask, emitted: list[int]) -> tuple[Proposal, bool]:
-        """Return what is looked up in the text that a round has committed, or what is offered after it."""
-        if not self.next_round.num_offered and not any(self.next_round.draft_lengths):
-            return Proposal(), False
-        text = task.sequence.tokens[: task.round.committed_length]
-        if len(text) < task.round.committed_length:  # evicted since
-            return Proposal(), False
-        text.extend(emitted)
-        match = self.lookup.find(text)
-        if count := self.next_round.num_draft_tokens(match, len(text)):
-            return continued(text, match, count), False
-        if task.offers is None or not self.next_round.num_offered:
-            return Proposal(), False
-        offered = task.offers.draft(text, self.lookup, self.next_round)
-        return offered, len(offered) > 0
+        return ScoreRound(start, outlook.emitted, draft.tokens, supports, parents, prefix_digest=digest)
 
     def _emitted(self, task: ScoreTask) -> list[int]:
         """Return the tokens that a round commits; nothing where that cannot be foreseen."""
         scores: Scores = task.submission.result
         draft_tokens = task.round.draft_tokens
-        if not draft_tokens:
-            _observe(task, ())
-            return [scores.positions[0].tail_token]
-        foreseen = verdict(self.rule, scores, task.round, task.session.seed)
-        if foreseen is None:
-            return []
-        _observe(task, foreseen.path)
+        foreseen = Verdict((), scores.positions[0].tail_token)
+        if draft_tokens:
+            known = verdict(self.rule, scores, task.round, task.session.seed)
+            if known is None:
+                return []
+            foreseen = known
+        if task.offers is not None:
+            task.offers.observe(task.own_states(foreseen.path))
         return [*(draft_tokens[token] for token in foreseen.path), foreseen.next_token]
-
-
-def _observe(task: ScoreTask, path: Sequence[int]) -> None:
-    """Give the worker's own head the states at the tokens that are committed with a draft's `path`."""
-    if task.offers is not None:
-        task.offers.observe(task.own_states(path))
 
 
 class AheadTask(ScoreTask):
@@ -93,14 +108,15 @@ class AheadTask(ScoreTask):
 
     expected: ScoreRound | None = None  # what it scores, once the round before has ended
     is_offered = False  # its draft is the worker's own
+    has_looked = False  # for what it scores
 
     def __init__(self, previous: ScoreTask, watch: Watch, following: Following) -> None:
         length = previous.round.committed_length
         unknown = ScoreRound(length, [UNKNOWN], [], [])
         super().__init__(previous.session, unknown, watch, match=True, num_committed=length)
         self.offers = previous.offers
-        self._following = following
-        self._lock, self._has_looked = Lock(), False
+        self.rules = following
+        self._lock = Lock()
 
     def begin_after(self, previous: Task[Scores]) -> bool:
         """Append what the round before commits, and the draft that is looked up then; return whether that is known."""
@@ -111,11 +127,32 @@ class AheadTask(ScoreTask):
     def look(self, previous: ScoreTask) -> None:
         """Find out what follows a round that has ended; once, on whichever thread comes to it first."""
         with self._lock:
-            if not self._has_looked and (found := self._following.after(previous)):
-                expected, self.is_offered = found
-                self.score_instead(expected)
-                self.expected = expected
-            self._has_looked = True
+            if not self.has_looked:
+                _look([(previous, self)])
+
+    def expect(self, previous: ScoreTask, outlook: Outlook) -> None:
+        """Score what follows a round that has ended, if that is known."""
+        if expected := self.rules.round_of(previous, outlook):
+            self.score_instead(expected)
+            self.expected, self.is_offered = expected, outlook.is_offered
+
+
+def look_ahead(scored: Sequence[ScoreTask]) -> None:
+    """Find out what follows rounds that have just been scored together; a head drafts for all of them at once."""
+    pairs = [(task, task.following) for task in scored if task.submission.error is None]
+    _look([(task, ahead) for task, ahead in pairs if isinstance(ahead, AheadTask) and not ahead.has_looked])
+
+
+def _look(pairs: Sequence[tuple[ScoreTask, AheadTask]]) -> None:
+    outlooks = [(task, ahead, ahead.rules.after(task)) for task, ahead in pairs]
+    asked = [outlook.head_draft for _, _, outlook in outlooks if outlook and outlook.head_draft]
+    head = pairs[0][1].rules.head if pairs else None
+    drafts = iter(head.draft(asked) if head and asked else ())
+    for task, ahead, outlook in outlooks:
+        ahead.has_looked = True
+        if outlook:
+            drafted = next(drafts) if outlook.head_draft else Proposal()
+            ahead.expect(task, ahead.rules.offered(task, outlook, drafted))
 
 
 class ScoringAhead:
@@ -126,8 +163,9 @@ class ScoringAhead:
         engine: EngineLoop[ScoreTask],
         rule: AcceptanceRule | None,
         new_offers: Callable[[], SessionOffers],
+        head: OwnHead | None = None,
     ) -> None:
-        self._engine, self._rule, self._new_offers = engine, rule, new_offers
+        self._engine, self._rule, self._new_offers, self._head = engine, rule, new_offers, head
         self._offers: SessionOffers | None = None
         self._lookup = TextLookup()  # used by one task at a time, when the one before it has ended
         self._ahead: AheadTask | None = None
@@ -137,7 +175,7 @@ class ScoringAhead:
         if next_round.learns:
             self._offers = self._offers or self._new_offers()
             task.offers = self._offers
-        following = Following(next_round, self._rule, self._lookup)
+        following = Following(next_round, self._rule, self._lookup, self._head)
         self._ahead = AheadTask(task, watch, following)
         self._engine.follow(task, self._ahead)
 

@@ -18,7 +18,7 @@ from specdec.exact.lookup import NextRound, TextLookup, following
 from specdec.exact.values import Proposal
 from specdec.serving.session_stream import WorkerSession
 from specdec.serving.sharing import may_read_reports
-from target_service.own_head import OwnHead, States
+from target_service.own_head import HeadDraft, States
 
 MAX_LOG = 1024  # reports of a session that can be taken back, some 150 bytes each
 MAX_OWN_TOKENS = 4096  # of a session, of which reports are kept, some 200 bytes each
@@ -47,8 +47,8 @@ class SharedSuccessors:
 class SessionOffers:
     """What one session's rounds have told. Used by one task at a time."""
 
-    def __init__(self, session: WorkerSession, table: SharedTable | None, head: OwnHead | None = None) -> None:
-        self._session, self._head = session, head
+    def __init__(self, session: WorkerSession, table: SharedTable | None, has_head: bool = False) -> None:
+        self._session, self._has_head = session, has_head
         self._states: States | None = None  # that the head was not given yet
         self._table, self._reads_table = table, may_read_reports(session)
         self._own = SessionSuccessors(MAX_LOG, MAX_OWN_TOKENS)
@@ -69,26 +69,30 @@ class SessionOffers:
         if states is not None:
             self._states = self._states.followed_by(states) if self._states else states
 
+    def head_draft(self, text: Sequence[int], next_round: NextRound) -> HeadDraft | None:
+        """Return what the worker's own head is to draft after a text; None without one, or without its states."""
+        states, count = self._states, _count(text, next_round)
+        if not self._has_head or states is None or not count:
+            return None
+        self._states = None
+        return HeadDraft(self._session, text, states, count)
+
     def draft(self, text: Sequence[int], lookup: TextLookup, next_round: NextRound) -> Proposal:
-        """Return a tree of draft tokens after a text."""
-        count = max(0, min(next_round.num_offered, next_round.max_length - len(text) - 1))
-        return self._of_head(text, count) or self._recycled(text, lookup, count, next_round.stop_below)
-
-    def _of_head(self, text: Sequence[int], count: int) -> Proposal:
-        states, self._states = self._states, None
-        if self._head is None or states is None or not count:
-            return Proposal()
-        return self._head.draft(self._session, text, states, count)
-
-    def _recycled(self, text: Sequence[int], lookup: TextLookup, count: int, stop_below: float) -> Proposal:
+        """Return a tree of draft tokens after a text, of what was seen in it."""
+        count = _count(text, next_round)
         continuations = [
             Continuation(following(text, match, reach(match.num_tokens, count)), match.num_tokens)
             for match in lookup.matches(text)
         ]
-        return grow(continuations, text[-1], self._successors, count, stop_below)
+        return grow(continuations, text[-1], self._successors, count, next_round.stop_below)
 
     def _successors(self, token: int) -> Sequence[int]:
         report = self._own.of(token)
         if report is None and self._table and self._reads_table:
             report = self._table.of(token)
         return unpacked(report) if report else ()
+
+
+def _count(text: Sequence[int], next_round: NextRound) -> int:
+    """Return how many tokens may be offered after a text."""
+    return max(0, min(next_round.num_offered, next_round.max_length - len(text) - 1))

@@ -13,7 +13,7 @@ import torch
 
 from specdec.drafting.request import DraftRequest
 from specdec.exact.values import Observations, Proposal
-from specdec.heads.drafting.rounds import NOTHING
+from specdec.heads.drafting.rounds import NOTHING, HeadRound
 from specdec.heads.drafting.runner import Runner
 from specdec.serving.session_stream import WorkerSession
 from specdec.serving.telemetry import get_logger
@@ -41,38 +41,51 @@ class States:
         return States(self.start + max(0, len(rows) - MAX_WAITING), rows[-MAX_WAITING:])
 
 
+@dataclass(frozen=True, slots=True)
+class HeadDraft:
+    """What a head is asked for: a tree of at most `count` tokens after a text."""
+
+    session: WorkerSession
+    text: Sequence[int]
+    states: States  # those that the head was not given before
+    count: int
+
+
 class OwnHead:
-    """Drafts for all sessions of a worker, one at a time, on whichever thread asks."""
+    """Drafts for all sessions of a worker, on whichever thread asks."""
 
     def __init__(self, runner: Runner[Any]) -> None:
         self.layers = runner.observations.hidden_layers
         self._runner = runner
         self._lock = Lock()
 
-    def draft(self, session: WorkerSession, text: Sequence[int], states: States, count: int) -> Proposal:
-        """Return a tree of at most `count` tokens after a text; nothing where states are missing, or the head fails.
+    def draft(self, asked: Sequence[HeadDraft]) -> list[Proposal]:
+        """Return a tree for each of some different sessions; an empty one where states are missing, or the head fails.
 
-        `states` are those that this was not given before.
+        They are drafted together: a step of the head reads its weights once for all of them.
         """
         with self._lock, torch.inference_mode():
             try:
-                return self._drafted(session, text, states, count)
+                return self._drafted([self._begun(each) for each in asked])
             except Exception as error:  # a draft is never worth a round
-                self._runner.sessions.forget(session.key)
+                for each in asked:
+                    self._runner.sessions.forget(each.session.key)  # its keys may be incomplete
                 get_logger().error("own_head_failed", error=f"{type(error).__name__}: {error}")
-                return NOTHING
+                return [NOTHING] * len(asked)
 
-    def _drafted(self, session: WorkerSession, text: Sequence[int], states: States, count: int) -> Proposal:
-        sessions = self._runner.sessions
-        request = DraftRequest(0, text, count, Observations(states.start))
-        asked = self._runner.new_round(session, request, states.rows)
-        asked.held = held = sessions.open(session.key)
-        held.update(request, self._runner.num_ahead)
-        self._runner.begin(asked)
-        while not asked.done:
-            self._runner.step([asked])
-        sessions.evict({session.key})
-        return asked.proposal or NOTHING
+    def _begun(self, asked: HeadDraft) -> HeadRound:
+        request = DraftRequest(0, asked.text, asked.count, Observations(asked.states.start))
+        begun: HeadRound = self._runner.new_round(asked.session, request, asked.states.rows)
+        begun.held = self._runner.sessions.open(asked.session.key)
+        begun.held.update(request, self._runner.num_ahead)
+        self._runner.begin(begun)
+        return begun
+
+    def _drafted(self, rounds: list[HeadRound]) -> list[Proposal]:
+        while waiting := [each for each in rounds if not each.done]:
+            self._runner.step(waiting)
+        self._runner.sessions.evict({each.session.key for each in rounds})
+        return [each.proposal or NOTHING for each in rounds]
 
     def forget(self, session: WorkerSession) -> None:
         """Free what is held of a session."""

@@ -5,7 +5,7 @@ token is drawn from the rest. The distributions are taken under the same samplin
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -172,13 +172,18 @@ class Scorer:
     """Turns logits into scores; the engine's processor."""
 
     def __init__(
-        self, vocab_size: int, observation_window: int, hidden_size: int = 0, own_layers: tuple[int, ...] = ()
+        self,
+        vocab_size: int,
+        observation_window: int,
+        hidden_size: int = 0,
+        own_layers: tuple[int, ...] = (),
+        when_scored: Callable[[Sequence[ScoreTask]], None] = lambda tasks: None,
     ) -> None:
-        """`own_layers` are those whose states the worker's own head reads."""
+        """`own_layers` are those whose states the worker's own head reads; `when_scored` takes what was scored."""
         self._vocab_size = vocab_size
         self._observation_window = observation_window
         self._hidden_size = hidden_size
-        self._own_layers = own_layers
+        self._own_layers, self._when_scored = own_layers, when_scored
 
     def task(
         self, session: WorkerSession, given: ScoreRound, request: ObservationRequest, match: bool, learns: bool = False
@@ -220,6 +225,7 @@ class Scorer:
                 told.report(task.round.committed_length, tokens, successors[begin:end])
             positions = tuple(answers[begin:end])
             task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
+        self._when_scored(tasks)
 
     def _target_distributions(
         self, tasks: Sequence[ScoreTask], logits: torch.Tensor, contexts: Sequence[SamplingContext]

@@ -49,7 +49,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         self.engine = engine
         self.scores_ahead = scores_ahead
-        self._successors, self._head = successors or SharedSuccessors(), head
+        self.head = head
+        self._successors = successors or SharedSuccessors()
         self._scorer = scorer
         self._model = model
         self._grammars = grammars
@@ -72,13 +73,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def new_offers(self, session: WorkerSession) -> SessionOffers:
         """Return what drafts for a session's rounds that are scored ahead."""
-        return SessionOffers(session, self._successors.of(session), self._head)
+        return SessionOffers(session, self._successors.of(session), has_head=self.head is not None)
 
     def forget(self, session: WorkerSession) -> None:
         """Free what is held of a session."""
         self.engine.forget(session.key)
-        if self._head:
-            self._head.forget(session)
+        if self.head:
+            self.head.forget(session)
 
     def leave(self, session: WorkerSession) -> None:
         """Let a session's cache make room for others: its stream has ended."""
@@ -209,7 +210,7 @@ class ScoreRounds(SessionRounds):
         super().__init__(session)
         self._servicer = servicer
         self._observing = observing
-        self._ahead = ScoringAhead(servicer.engine, observing.rule, lambda: servicer.new_offers(session))
+        self._ahead = ScoringAhead(servicer.engine, observing.rule, lambda: servicer.new_offers(session), servicer.head)
         self._scored: ScoreTask | None = None  # the last round, until it is reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
