@@ -18,7 +18,7 @@ from threading import Lock
 from specdec.engine import EngineLoop, Task
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.lookup import NextRound, TextLookup, continued
-from specdec.exact.values import ObservationRequest, Proposal, Scores, Verdict
+from specdec.exact.values import ObservationRequest, Proposal, Scores
 from target_service.metrics import count_ahead
 from target_service.observing import verdict
 from target_service.offering import SessionOffers
@@ -69,7 +69,8 @@ class Following:
             return Outlook(emitted, continued(text, match, count))
         if task.offers is None or not self.next_round.num_offered:
             return Outlook(emitted)
-        return Outlook(emitted, text=text, head_draft=task.offers.head_draft(text, self.next_round))
+        head_draft = task.offers.head_draft(text, self.next_round) if self.head else None
+        return Outlook(emitted, text=text, head_draft=head_draft)
 
     def offered(self, task: ScoreTask, outlook: Outlook, drafted: Proposal) -> Outlook:
         """Return an outlook with what the worker's head has drafted, or with what else it can offer."""
@@ -92,15 +93,16 @@ class Following:
         """Return the tokens that a round commits; nothing where that cannot be foreseen."""
         scores: Scores = task.submission.result
         draft_tokens = task.round.draft_tokens
-        foreseen = Verdict((), scores.positions[0].tail_token)
+        path: tuple[int, ...] = ()
+        closing = scores.positions[0].tail_token
         if draft_tokens:
-            known = verdict(self.rule, scores, task.round, task.session.seed)
-            if known is None:
+            foreseen = verdict(self.rule, scores, task.round, task.session.seed)
+            if foreseen is None:
                 return []
-            foreseen = known
+            path, closing = foreseen.path, foreseen.next_token
         if task.offers is not None:
-            task.offers.observe(task.own_states(foreseen.path))
-        return [*(draft_tokens[token] for token in foreseen.path), foreseen.next_token]
+            task.offers.observe(task.own_states(path))
+        return [*(draft_tokens[token] for token in path), closing]
 
 
 class AheadTask(ScoreTask):
@@ -146,7 +148,7 @@ def look_ahead(scored: Sequence[ScoreTask]) -> None:
 def _look(pairs: Sequence[tuple[ScoreTask, AheadTask]]) -> None:
     outlooks = [(task, ahead, ahead.rules.after(task)) for task, ahead in pairs]
     asked = [outlook.head_draft for _, _, outlook in outlooks if outlook and outlook.head_draft]
-    head = pairs[0][1].rules.head if pairs else None
+    head = next((ahead.rules.head for _, ahead in pairs if ahead.rules.head), None)
     drafts = iter(head.draft(asked) if head and asked else ())
     for task, ahead, outlook in outlooks:
         ahead.has_looked = True
@@ -163,19 +165,21 @@ class ScoringAhead:
         engine: EngineLoop[ScoreTask],
         rule: AcceptanceRule | None,
         new_offers: Callable[[], SessionOffers],
-        head: OwnHead | None = None,
     ) -> None:
-        self._engine, self._rule, self._new_offers, self._head = engine, rule, new_offers, head
+        self._engine, self._rule, self._new_offers = engine, rule, new_offers
         self._offers: SessionOffers | None = None
         self._lookup = TextLookup()  # used by one task at a time, when the one before it has ended
         self._ahead: AheadTask | None = None
 
-    def begin(self, task: ScoreTask, watch: Watch, next_round: NextRound) -> None:
-        """Score the round that follows another one as soon as that is scored; it observes `watch`. Returns at once."""
+    def begin(self, task: ScoreTask, watch: Watch, next_round: NextRound, head: OwnHead | None = None) -> None:
+        """Score the round that follows another one as soon as that is scored; it observes `watch`. Returns at once.
+
+        `head` may draft for it.
+        """
         if next_round.learns:
             self._offers = self._offers or self._new_offers()
             task.offers = self._offers
-        following = Following(next_round, self._rule, self._lookup, self._head)
+        following = Following(next_round, self._rule, self._lookup, head)
         self._ahead = AheadTask(task, watch, following)
         self._engine.follow(task, self._ahead)
 

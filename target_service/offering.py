@@ -47,8 +47,8 @@ class SharedSuccessors:
 class SessionOffers:
     """What one session's rounds have told. Used by one task at a time."""
 
-    def __init__(self, session: WorkerSession, table: SharedTable | None, has_head: bool = False) -> None:
-        self._session, self._has_head = session, has_head
+    def __init__(self, session: WorkerSession, table: SharedTable | None) -> None:
+        self._session = session
         self._states: States | None = None  # that the head was not given yet
         self._table, self._reads_table = table, may_read_reports(session)
         self._own = SessionSuccessors(MAX_LOG, MAX_OWN_TOKENS)
@@ -70,9 +70,9 @@ class SessionOffers:
             self._states = self._states.followed_by(states) if self._states else states
 
     def head_draft(self, text: Sequence[int], next_round: NextRound) -> HeadDraft | None:
-        """Return what the worker's own head is to draft after a text; None without one, or without its states."""
+        """Return what the worker's own head is to draft after a text; None without states."""
         states, count = self._states, _count(text, next_round)
-        if not self._has_head or states is None or not count:
+        if states is None or not count:
             return None
         self._states = None
         return HeadDraft(self._session, text, states, count)

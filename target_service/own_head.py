@@ -64,6 +64,7 @@ class OwnHead:
 
         They are drafted together: a step of the head reads its weights once for all of them.
         """
+        assert len({each.session.key for each in asked}) == len(asked), "a session has one draft at a time"
         with self._lock, torch.inference_mode():
             try:
                 return self._drafted([self._begun(each) for each in asked])

@@ -32,6 +32,7 @@ from target_service.own_head import OwnHead
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
+MAX_HEAD_SESSIONS = 2  # at once, for which the worker's own head drafts: all of them wait for it
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -73,7 +74,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     def new_offers(self, session: WorkerSession) -> SessionOffers:
         """Return what drafts for a session's rounds that are scored ahead."""
-        return SessionOffers(session, self._successors.of(session), has_head=self.head is not None)
+        return SessionOffers(session, self._successors.of(session))
 
     def forget(self, session: WorkerSession) -> None:
         """Free what is held of a session."""
@@ -100,10 +101,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """
         given, request = self._checked(message), observing.of_round(message)
         next_round = self._checked_next(message)
-        learns = next_round is not None and next_round.learns
-        task = ahead.take(given, request) or self._scorer.task(session, given, request, match, learns)
-        if next_round and self.scores_ahead and session.sampling.grammar is None:
-            ahead.begin(task, self._scorer.watch(request, learns), next_round)
+        takes_ahead = next_round is not None and self.scores_ahead and session.sampling.grammar is None
+        head = self._idle_head() if takes_ahead and next_round and next_round.learns else None
+        task = ahead.take(given, request) or self._scorer.task(session, given, request, match, head is not None)
+        if takes_ahead and next_round:
+            ahead.begin(task, self._scorer.watch(request, head is not None), next_round, head)
         try:
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
@@ -120,6 +122,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
         response.load.CopyFrom(self._load(task.num_batched))
         return response, task
+
+    def _idle_head(self) -> OwnHead | None:
+        """Return the worker's own head, unless many sessions would wait for it."""
+        load = self.engine.load if self.head else None
+        return self.head if load and load.num_running + load.num_waiting <= MAX_HEAD_SESSIONS else None
 
     def _checked_next(self, message: target_pb2.Score) -> NextRound | None:
         """Check what is said of the next round, if anything. Raises InvalidArgumentError."""
@@ -210,7 +217,7 @@ class ScoreRounds(SessionRounds):
         super().__init__(session)
         self._servicer = servicer
         self._observing = observing
-        self._ahead = ScoringAhead(servicer.engine, observing.rule, lambda: servicer.new_offers(session), servicer.head)
+        self._ahead = ScoringAhead(servicer.engine, observing.rule, lambda: servicer.new_offers(session))
         self._scored: ScoreTask | None = None  # the last round, until it is reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
