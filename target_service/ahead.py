@@ -69,7 +69,8 @@ class Following:
             return Outlook(emitted, continued(text, match, count))
         if task.offers is None or not self.next_round.num_offered:
             return Outlook(emitted)
-        head_draft = task.offers.head_draft(text, self.next_round) if self.head else None
+        has_head = self.head is not None and self.head.is_worth(task.timings.forward_s)
+        head_draft = task.offers.head_draft(text, self.next_round) if has_head else None
         return Outlook(emitted, text=text, head_draft=head_draft)
 
     def offered(self, task: ScoreTask, outlook: Outlook, drafted: Proposal) -> Outlook:

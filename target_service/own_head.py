@@ -4,6 +4,7 @@ It reads the hidden states where they are computed: none cross the wire, and a r
 draft worker. A draft depends on the text, and on which of its states were observed, alone.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -19,6 +20,10 @@ from specdec.serving.session_stream import WorkerSession
 from specdec.serving.telemetry import get_logger
 
 MAX_WAITING = 256  # positions whose states wait for the next draft of a session
+MAX_SHARE = 0.5  # of a forward's time, for a draft: what costs nothing finds more than half of what a head finds
+NUM_FIRST = 8  # drafts, the first of which are slow, before their time is judged by
+PROBED_EVERY = 64  # drafts that were not worth it are followed by one that is measured again
+WEIGHT = 0.2  # of the latest draft in the mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,14 @@ class OwnHead:
         self.layers = runner.observations.hidden_layers
         self._runner = runner
         self._lock = Lock()
+        self._num_drafts, self._num_skipped, self._draft_s = 0, 0, 0.0  # the mean time of the latest drafts
+
+    def is_worth(self, forward_s: float) -> bool:
+        """Return whether a draft takes so little beside a forward that it pays."""
+        if self._num_drafts < NUM_FIRST or self._draft_s <= MAX_SHARE * forward_s:
+            return True
+        self._num_skipped += 1
+        return self._num_skipped % PROBED_EVERY == 0
 
     def draft(self, asked: Sequence[HeadDraft]) -> list[Proposal]:
         """Return a tree for each of some different sessions; an empty one where states are missing, or the head fails.
@@ -66,6 +79,7 @@ class OwnHead:
         """
         assert len({each.session.key for each in asked}) == len(asked), "a session has one draft at a time"
         with self._lock, torch.inference_mode():
+            begin = time.perf_counter()
             try:
                 return self._drafted([self._begun(each) for each in asked])
             except Exception as error:  # a draft is never worth a round
@@ -73,6 +87,11 @@ class OwnHead:
                     self._runner.sessions.forget(each.session.key)  # its keys may be incomplete
                 get_logger().error("own_head_failed", error=f"{type(error).__name__}: {error}")
                 return [NOTHING] * len(asked)
+            finally:
+                elapsed_s = time.perf_counter() - begin
+                is_early = self._num_drafts < NUM_FIRST
+                self._draft_s = elapsed_s if is_early else (1 - WEIGHT) * self._draft_s + WEIGHT * elapsed_s
+                self._num_drafts += 1
 
     def _begun(self, asked: HeadDraft) -> HeadRound:
         request = DraftRequest(0, asked.text, asked.count, Observations(asked.states.start))
