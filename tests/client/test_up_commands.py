@@ -94,7 +94,9 @@ def test_draft_model_is_optional(options: Options, drafters: str) -> None:
 
 def test_heads_come_before_other_drafters() -> None:
     options = Options("models/target", eagle3_head="heads/e", medusa_head="org/m")
-    [_, draft] = worker_commands(options, num_cores=2)
+    [target, draft] = worker_commands(options, num_cores=2)
+    own: Any = load(TargetSettings, "target", target.flags)
+    assert (own.head, own.head_kind) == ("heads/e", "eagle3"), "the target drafts with the first one itself"
     settings: Any = load(DraftSettings, "draft", draft.flags)
     assert settings.drafters == "eagle3,medusa,recycle,ngram,suffix"
     assert (settings.eagle3_head, settings.dflash_head, settings.medusa_head) == ("heads/e", None, "org/m")

@@ -69,7 +69,7 @@ def speculators_config(
 
 def check_fit(folder: Path, target: TargetFolder, target_hidden_size: int, vocab_size: int, layers: object) -> None:
     """Raise HeadRefused unless a head that reads these layers is one for this target."""
-    remedy = "give --head-target the target that it was trained for, or choose another head"
+    remedy = "give it the target that it was trained for, or choose another head"
     if target_hidden_size != target.hidden_size:
         sizes = f"states of size {target_hidden_size}; those of {target.folder} have {target.hidden_size}"
         raise HeadRefused(f"{folder} reads {sizes}; {remedy}")

@@ -1,0 +1,225 @@
+"""A head of the target worker's own: it drafts what that offers, from the states where they are computed."""
+
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+import torch
+
+from benchmarks.random_heads import save_heads
+from specdec.engine import EngineError
+from specdec.exact.values import Proposal
+from specdec.types import AcceptanceRuleName, SamplingParams
+from specdec.v1 import target_pb2 as pb
+from target_service import loading, own_head, servicer
+from target_service.own_head import MAX_WAITING, NUM_FIRST, PROBED_EVERY, HeadDraft, OwnHead, States
+from target_service.scorer import ScoreTask
+from target_service.settings import TargetSettings
+from tests.support.head_drafting import KINDS, TargetStates, asked, drafting
+from tests.support.head_drafting import session as head_session
+from tests.support.worker_streams import PROMPT, TargetStream, connected_target
+from tests.workers.target_service.streams import Rounds, in_module_loop, values
+
+ASKED = pb.NextRound(plain=True, num_offered=6, learns=True)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0, seed=1),
+    "drawn": SamplingParams(temperature=0.7, top_k=4, seed=2),
+    "penalties": SamplingParams(temperature=0.5, seed=3, frequency_penalty=-0.2, presence_penalty=0.1),
+}
+NUM_ROUNDS = 12
+
+
+@pytest.fixture(scope="module")
+def heads(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Untrained heads of every kind."""
+    return dict(save_heads(model_folder, tmp_path_factory.mktemp("heads")))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
+async def with_head(
+    request: pytest.FixtureRequest, model_folder: Path, heads: dict[str, Path]
+) -> AsyncIterator[tuple[str, grpc.aio.Channel]]:
+    """The kind of a head, and a worker that has one; its weights are as they were saved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "has_fast_int8", lambda device: False)
+        patch.setattr(own_head, "MAX_SHARE", math.inf)
+        settings = {"head": str(heads[request.param]), "head_kind": request.param}
+        async with connected_target(model_folder, **settings) as connected:
+            yield request.param, connected
+
+
+def rounds(channel: grpc.aio.Channel, name: str, sampling: SamplingParams, asked_for: pb.NextRound = ASKED) -> Rounds:
+    rule = AcceptanceRuleName.BLOCK
+    return Rounds(TargetStream(channel, name, sampling, rule=rule.value), sampling, asked_for, list(PROMPT), rule)
+
+
+@in_module_loop
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_offers_are_scored_as_any_other_draft(
+    with_head: tuple[str, grpc.aio.Channel],
+    without: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+    name: str,
+) -> None:
+    offered = rounds(with_head[1], next(names), SAMPLINGS[name])
+    await offered.run(NUM_ROUNDS)
+    await offered.stream.close()
+    assert counted() == (NUM_ROUNDS, NUM_ROUNDS - 1), "only the last one was not asked for"
+    assert sum(map(len, offered.drafts)) > NUM_ROUNDS
+    again = rounds(without, next(names), SAMPLINGS[name])
+    for draft in offered.drafts:
+        await again.round(draft)
+    assert again.text == offered.text
+    assert list(map(values, again.answers)) == list(map(values, offered.answers))
+
+
+@in_module_loop
+async def test_offers_are_the_heads(
+    with_head: tuple[str, grpc.aio.Channel],
+    names: Iterator[str],
+    model_folder: Path,
+    heads: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a draft worker drafts with the same head, which gets states that are rounded to bfloat16."""
+    own_states = ScoreTask.own_states
+
+    def rounded(self: ScoreTask, path: Sequence[int]) -> States | None:
+        found = own_states(self, path)
+        return found and States(found.start, found.rows.bfloat16())
+
+    monkeypatch.setattr(ScoreTask, "own_states", rounded)
+    kind, channel = with_head
+    offered = rounds(channel, next(names), SAMPLINGS["greedy"])
+    target, num_equal = TargetStates(model_folder), 0
+    with drafting(kind, heads[kind], model_folder) as drafter:
+        for number in range(NUM_ROUNDS):
+            await offered.round(offered.offer)
+            session = head_session(f"{number}", len(PROMPT), temperature=0.0)
+            states = target.observations(offered.text, drafter.observations.hidden_layers)
+            expected = (await asked(drafter, session, offered.text, states, ASKED.num_offered)).proposal
+            assert expected
+            num_equal += (offered.offer.tokens, offered.offer.tree) == (expected.tokens, expected.tree)
+    assert num_equal >= NUM_ROUNDS - 1, "transformers' states may be rounded otherwise"
+
+
+@in_module_loop
+async def test_rounds_that_show_the_head_nothing_cost_drafts_alone(
+    with_head: tuple[str, grpc.aio.Channel], without: grpc.aio.Channel, names: Iterator[str]
+) -> None:
+    """The states of a round that learns nothing are lost; later ones heal that."""
+    kind, channel = with_head
+    offered = rounds(channel, next(names), SAMPLINGS["greedy"])
+    sizes = []
+    for number in range(NUM_ROUNDS):
+        offered.next_round = pb.NextRound(plain=True) if number in (3, 4) else ASKED
+        await offered.round(offered.offer)
+        sizes.append(len(offered.offer))
+    assert sizes[3:5] == [0, 0]
+    assert all(sizes[6:]), f"{kind} drafts again once it sees the states at the text's end"
+    again = rounds(without, next(names), SAMPLINGS["greedy"])
+    for draft in offered.drafts:
+        await again.round(draft)
+    assert again.text == offered.text
+
+
+@in_module_loop
+async def test_a_head_that_fails_costs_drafts_alone(
+    with_head: tuple[str, grpc.aio.Channel], names: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = rounds(with_head[1], next(names), SAMPLINGS["greedy"])
+    await whole.run(NUM_ROUNDS)
+
+    def fail(self: OwnHead, *args: object) -> list[Proposal]:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(OwnHead, "_drafted", fail)
+    failing = rounds(with_head[1], next(names), SAMPLINGS["greedy"])
+    while len(failing.text) < len(whole.text):
+        await failing.run(1)
+    assert failing.text[: len(whole.text)] == whole.text
+
+
+@in_module_loop
+async def test_many_sessions_do_not_wait_for_the_head(
+    with_head: tuple[str, grpc.aio.Channel], names: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_of = list[Sequence[HeadDraft]]()
+    draft = OwnHead.draft
+
+    def noted(self: OwnHead, given: Sequence[HeadDraft]) -> list[Proposal]:
+        asked_of.append(given)
+        return draft(self, given)
+
+    monkeypatch.setattr(OwnHead, "draft", noted)
+    monkeypatch.setattr(servicer, "MAX_HEAD_SESSIONS", -1)
+    await rounds(with_head[1], next(names), SAMPLINGS["greedy"]).run(NUM_ROUNDS)
+    assert not asked_of
+    monkeypatch.setattr(servicer, "MAX_HEAD_SESSIONS", 99)
+    await rounds(with_head[1], next(names), SAMPLINGS["greedy"]).run(NUM_ROUNDS)
+    assert asked_of
+
+
+def states(start: int, count: int) -> States:
+    return States(start, torch.arange(start, start + count, dtype=torch.float32).view(-1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "expected"),
+    [
+        ((3, 4), (7, 2), (3, 6)),  # goes on
+        ((3, 4), (5, 1), (3, 3)),  # went back
+        ((3, 4), (3, 1), (3, 1)),  # went back to the beginning
+        ((3, 4), (8, 2), (8, 2)),  # some are missing
+        ((3, 4), (2, 2), (2, 2)),  # went back further
+        ((0, MAX_WAITING), (MAX_WAITING, 5), (5, MAX_WAITING)),
+    ],
+)
+def test_states_of_rounds_are_joined(first: tuple[int, int], later: tuple[int, int], expected: tuple[int, int]) -> None:
+    joined = states(*first).followed_by(states(*later))
+    assert (joined.start, joined.rows.flatten().tolist()) == (
+        expected[0],
+        [float(position) for position in range(expected[0], sum(expected))],
+    )
+
+
+class SlowRunner:
+    """A head whose drafts take as long as they are said to."""
+
+    class observations:
+        hidden_layers = (1,)
+
+
+def head_with_drafts_of(seconds: float) -> OwnHead:
+    head = OwnHead(SlowRunner())  # type: ignore[arg-type]
+    head._num_drafts, head._draft_s = NUM_FIRST, seconds
+    return head
+
+
+def test_a_head_drafts_where_that_takes_little_of_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_head, "MAX_SHARE", 0.5)
+    head = head_with_drafts_of(0.004)
+    assert all(head.is_worth(0.010) for _ in range(2 * PROBED_EVERY))
+    assert sum(head.is_worth(0.006) for _ in range(2 * PROBED_EVERY)) == 2, "it is measured now and then"
+
+
+def test_first_drafts_are_not_judged() -> None:
+    head = OwnHead(SlowRunner())  # type: ignore[arg-type]
+    assert head.is_worth(0.0)
+
+
+async def test_a_head_of_another_target_is_refused(model_folder: Path) -> None:
+    models = Path(__file__).parents[3] / "models"
+    with pytest.raises(EngineError, match=r"reads states of size 384; those of .* have 48; .* choose another head"):
+        async with connected_target(model_folder, head=str(models / "demo_heads" / "eagle3")):
+            pass
+
+
+def test_a_head_without_scoring_ahead_is_refused() -> None:
+    settings = TargetSettings(model="m", head="h", score_ahead=False)
+    assert any("--head drafts for rounds that are scored ahead" in problem for problem in settings.problems())
+    assert not list(TargetSettings(model="m", head="h").problems())
