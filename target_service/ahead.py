@@ -13,17 +13,22 @@ sessions of a forward go on together in the next.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
+from typing import TypeVar
 
 from specdec.engine import EngineLoop, Task
 from specdec.exact.acceptance import AcceptanceRule
 from specdec.exact.lookup import NextRound, TextLookup, continued
 from specdec.exact.values import ObservationRequest, Proposal, Scores
+from specdec.serving.telemetry import get_logger
 from target_service.metrics import count_ahead
 from target_service.observing import verdict
 from target_service.offering import SessionOffers
 from target_service.own_head import HeadDraft, OwnHead
 from target_service.scorer import ScoreRound, ScoreTask, Watch
+
+Found = TypeVar("Found")
 
 UNKNOWN = 0  # token, until the round before has ended
 
@@ -102,7 +107,7 @@ class Following:
                 return []
             path, closing = foreseen.path, foreseen.next_token
         if task.offers is not None:
-            task.offers.observe(task.own_states(path))
+            task.offers.observe(task.round.committed_length, task.own_states(path))
         return [*(draft_tokens[token] for token in path), closing]
 
 
@@ -142,20 +147,33 @@ class AheadTask(ScoreTask):
 
 def look_ahead(scored: Sequence[ScoreTask]) -> None:
     """Find out what follows rounds that have just been scored together; a head drafts for all of them at once."""
-    pairs = [(task, task.following) for task in scored if task.submission.error is None]
+    pairs = [(task, task.following) for task in scored if not (task.submission.error or task.submission.abandoned)]
     _look([(task, ahead) for task, ahead in pairs if isinstance(ahead, AheadTask) and not ahead.has_looked])
 
 
 def _look(pairs: Sequence[tuple[ScoreTask, AheadTask]]) -> None:
-    outlooks = [(task, ahead, ahead.rules.after(task)) for task, ahead in pairs]
+    outlooks = [(task, ahead, _unless_failed(partial(ahead.rules.after, task))) for task, ahead in pairs]
     asked = [outlook.head_draft for _, _, outlook in outlooks if outlook and outlook.head_draft]
     head = next((ahead.rules.head for _, ahead in pairs if ahead.rules.head), None)
     drafts = iter(head.draft(asked) if head and asked else ())
     for task, ahead, outlook in outlooks:
         ahead.has_looked = True
         if outlook:
-            drafted = next(drafts) if outlook.head_draft else Proposal()
-            ahead.expect(task, ahead.rules.offered(task, outlook, drafted))
+            drafted = next(drafts, Proposal()) if outlook.head_draft else Proposal()
+            _unless_failed(partial(_expect, task, ahead, outlook, drafted))
+
+
+def _expect(task: ScoreTask, ahead: AheadTask, outlook: Outlook, drafted: Proposal) -> None:
+    ahead.expect(task, ahead.rules.offered(task, outlook, drafted))
+
+
+def _unless_failed(look: Callable[[], Found]) -> Found | None:
+    """Return what is found; None where that fails: to score ahead is never worth a round, or the engine's thread."""
+    try:
+        return look()
+    except Exception as error:
+        get_logger().error("look_ahead_failed", error=f"{type(error).__name__}: {error}")
+        return None
 
 
 class ScoringAhead:
@@ -188,6 +206,11 @@ class ScoringAhead:
         """Take note of a round that is answered: what follows may be asked for before the engine comes to it."""
         if self._ahead:
             self._ahead.look(task)
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether `note_scored` still has to find out what follows."""
+        return self._ahead is not None and not self._ahead.has_looked
 
     @property
     def offer(self) -> ScoreRound | None:

@@ -64,15 +64,16 @@ class SessionOffers:
             if self._table is not None:
                 self._table.report(token, report)
 
-    def observe(self, states: States | None) -> None:
-        """Keep a round's states at committed tokens for the head."""
+    def observe(self, committed_length: int, states: States | None) -> None:
+        """Keep the states of a round that began at so many tokens for the head; those of a text that it left go."""
+        self._states = self._states and self._states.until(committed_length)
         if states is not None:
             self._states = self._states.followed_by(states) if self._states else states
 
     def head_draft(self, text: Sequence[int], next_round: NextRound) -> HeadDraft | None:
         """Return what the worker's own head is to draft after a text; None without states."""
         states, count = self._states, _count(text, next_round)
-        if states is None or not count:
+        if states is None or states.end != len(text) - 1 or not count:
             return None
         self._states = None
         return HeadDraft(self._session, text, states, count)

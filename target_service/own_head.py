@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specdec.drafting.request import DraftRequest
+from specdec.exact.prefix import num_equal
 from specdec.exact.values import Observations, Proposal
 from specdec.heads.drafting.rounds import NOTHING, HeadRound
 from specdec.heads.drafting.runner import Runner
@@ -37,6 +38,10 @@ class States:
     def end(self) -> int:
         """The position after the last one."""
         return self.start + len(self.rows)
+
+    def until(self, end: int) -> "States | None":
+        """Return those before a position; None if there are none."""
+        return None if end <= self.start else States(self.start, self.rows[: end - self.start])
 
     def followed_by(self, later: "States") -> "States":
         """Return both, or the later ones alone where positions between them are missing; the last MAX_WAITING."""
@@ -94,9 +99,11 @@ class OwnHead:
                 self._num_drafts += 1
 
     def _begun(self, asked: HeadDraft) -> HeadRound:
-        request = DraftRequest(0, asked.text, asked.count, Observations(asked.states.start))
+        held = self._runner.sessions.open(asked.session.key)
+        num_known = num_equal(held.tokens, asked.text)
+        request = DraftRequest(num_known, asked.text[num_known:], asked.count, Observations(asked.states.start))
         begun: HeadRound = self._runner.new_round(asked.session, request, asked.states.rows)
-        begun.held = self._runner.sessions.open(asked.session.key)
+        begun.held = held
         begun.held.update(request, self._runner.num_ahead)
         self._runner.begin(begun)
         return begun

@@ -1,5 +1,6 @@
 """TargetService: checks what arrives, runs it through the engine, and packs the answer."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -110,7 +111,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load()), None
-        ahead.note_scored(task)
+        if self.head and ahead.is_unknown:
+            await asyncio.to_thread(ahead.note_scored, task)  # the head may draft
+        else:
+            ahead.note_scored(task)
         if not request:  # a round that was scored ahead may have observed in vain
             scores = replace(scores, observations=None)
         response = codec.scores_to_proto(observing.of_accepted(scores, given, session.seed))

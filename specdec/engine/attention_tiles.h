@@ -118,6 +118,7 @@ static void attend_tiles(const Attention *all, Queries queries, int64_t count, c
         float scores[TILE_ROWS][BLOCK] __attribute__((aligned(64))), shrinks[TILE_ROWS];
         uint16_t weights[TILE_ROWS][BLOCK] __attribute__((aligned(64)));
         const char *numbers = (const char *)queries.numbers + first * key_bytes;
+        written(numbers);
         _tile_zero(0);
         _tile_zero(1);
         _tile_zero(2);
@@ -138,11 +139,13 @@ static void attend_tiles(const Attention *all, Queries queries, int64_t count, c
         _tile_stored(1, scores[0] + 16, sizeof scores[0]);
         _tile_stored(2, scores[0] + 32, sizeof scores[0]);
         _tile_stored(3, scores[0] + 48, sizeof scores[0]);
+        written(scores);
         memset(weights[num], 0, sizeof weights[0] * (size_t)(TILE_ROWS - num));
         for (int64_t query = 0; query < num; query++) {
             const int64_t row = (first + query) / group;
             shrinks[query] = weigh_row(all, scores[query], from[row], to[row], queries.states + first + query, weights[query]);
         }
+        written(weights);
         _tile_loadd(4, weights[0], sizeof weights[0]);
         _tile_loadd(5, weights[0] + 32, sizeof weights[0]);
         for (int64_t number = 0; number < all->value_size; number += 32) {
@@ -160,6 +163,7 @@ static void attend_tiles(const Attention *all, Queries queries, int64_t count, c
             float added[TILE_ROWS][32] __attribute__((aligned(64)));
             _tile_stored(0, added[0], sizeof added[0]);
             _tile_stored(1, added[0] + 16, sizeof added[0]);
+            written(added);
             for (int64_t query = 0; query < num; query++) {
                 float *sums = queries.sums + (first + query) * all->value_size + number;
                 for (int half = 0; half < 2; half++) {

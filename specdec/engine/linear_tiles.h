@@ -57,6 +57,7 @@ static ALWAYS_INLINE void multiply_tiles(const char *line, const char *first, co
                                          int64_t ahead, int64_t first_fetched, int64_t num_fetched, const int num_tiles,
                                          const int is_int8, TileSums sums)
 {
+    written(first);
     _tile_zero(SUMS_00);
     _tile_zero(SUMS_01);
     if (num_tiles == 2) {
@@ -92,6 +93,7 @@ static ALWAYS_INLINE void multiply_tiles(const char *line, const char *first, co
         _tile_stored(SUMS_10, sums[1][0], sizeof sums[1][0]);
         _tile_stored(SUMS_11, sums[1][0] + 16, sizeof sums[1][0]);
     }
+    written(sums);
 }
 
 // Write a row's sums over a block of channels, with the bias, as bfloat16.

@@ -15,6 +15,7 @@ from specdec.exact.values import Proposal
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service import loading, own_head, servicer
+from target_service.ahead import Following
 from target_service.own_head import MAX_WAITING, NUM_FIRST, PROBED_EVERY, HeadDraft, OwnHead, States
 from target_service.scorer import ScoreTask
 from target_service.settings import TargetSettings
@@ -145,6 +146,26 @@ async def test_a_head_that_fails_costs_drafts_alone(
 
 
 @in_module_loop
+@pytest.mark.parametrize("method", ["after", "offered"])
+async def test_what_follows_may_fail(
+    with_head: tuple[str, grpc.aio.Channel], names: Iterator[str], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the engine's thread: the round that was scored is answered, and so are those that come."""
+    whole = rounds(with_head[1], next(names), SAMPLINGS["greedy"])
+    await whole.run(NUM_ROUNDS)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Following, method, fail)
+    failing = rounds(with_head[1], next(names), SAMPLINGS["greedy"])
+    while len(failing.text) < len(whole.text):
+        await failing.run(1)
+        assert not failing.offer
+    assert failing.text[: len(whole.text)] == whole.text
+
+
+@in_module_loop
 async def test_many_sessions_do_not_wait_for_the_head(
     with_head: tuple[str, grpc.aio.Channel], names: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +206,13 @@ def test_states_of_rounds_are_joined(first: tuple[int, int], later: tuple[int, i
         expected[0],
         [float(position) for position in range(expected[0], sum(expected))],
     )
+
+
+@pytest.mark.parametrize(("end", "count"), [(2, None), (3, None), (4, 1), (6, 3), (9, 3)])
+def test_states_of_a_text_that_was_left_go(end: int, count: int | None) -> None:
+    kept = states(3, 3).until(end)
+    assert (kept and len(kept.rows)) == count
+    assert kept is None or kept.start == 3
 
 
 class SlowRunner:
