@@ -155,7 +155,7 @@ exactness: setup ## Show that the text has exactly the target's distribution
 	# the real loop, on five times as many texts
 	EXACTNESS_TEXTS=5 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -k distribution --timeout 3600 \
 	  tests/exactness/test_generated.py tests/exactness/test_heads.py tests/exactness/test_offers.py \
-	  tests/exactness/test_shared_drafts.py
+	  tests/exactness/test_own_head.py tests/exactness/test_shared_drafts.py
 
 bench: setup $(MODEL) ## Measure speed over drafters and loads; MODEL=smollm2: over kinds of instructions
 	$(BIN)/python -m benchmarks.bench $(addprefix --model ,$(MODEL)) $(BENCH_ARGS)

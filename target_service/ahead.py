@@ -116,7 +116,7 @@ class AheadTask(ScoreTask):
 
     expected: ScoreRound | None = None  # what it scores, once the round before has ended
     is_offered = False  # its draft is the worker's own
-    has_looked = False  # for what it scores
+    has_looked = False  # at the round before it, for what it scores
 
     def __init__(self, previous: ScoreTask, watch: Watch, following: Following) -> None:
         length = previous.round.committed_length
@@ -148,19 +148,20 @@ class AheadTask(ScoreTask):
 def look_ahead(scored: Sequence[ScoreTask]) -> None:
     """Find out what follows rounds that have just been scored together; a head drafts for all of them at once."""
     pairs = [(task, task.following) for task in scored if not (task.submission.error or task.submission.abandoned)]
-    _look([(task, ahead) for task, ahead in pairs if isinstance(ahead, AheadTask) and not ahead.has_looked])
+    _look([(task, ahead) for task, ahead in pairs if isinstance(ahead, AheadTask)])
 
 
 def _look(pairs: Sequence[tuple[ScoreTask, AheadTask]]) -> None:
     outlooks = [(task, ahead, _unless_failed(partial(ahead.rules.after, task))) for task, ahead in pairs]
     asked = [outlook.head_draft for _, _, outlook in outlooks if outlook and outlook.head_draft]
     head = next((ahead.rules.head for _, ahead in pairs if ahead.rules.head), None)
-    drafts = iter(head.draft(asked) if head and asked else ())
+    drafted = zip(asked, head.draft(asked), strict=True) if head and asked else ()
+    drafts = {each.session.key: draft for each, draft in drafted}
     for task, ahead, outlook in outlooks:
         ahead.has_looked = True
         if outlook:
-            drafted = next(drafts, Proposal()) if outlook.head_draft else Proposal()
-            _unless_failed(partial(_expect, task, ahead, outlook, drafted))
+            draft = drafts.get(task.session.key, Proposal())
+            _unless_failed(partial(_expect, task, ahead, outlook, draft))
 
 
 def _expect(task: ScoreTask, ahead: AheadTask, outlook: Outlook, drafted: Proposal) -> None:

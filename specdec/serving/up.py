@@ -73,7 +73,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--draft-quantization",
         choices=get_args(DraftQuantization),
         default=default.draft_quantization,
-        help="rounds the draft model's weights, on the CPU (default: none)",
+        help="rounds the weights of draft model and heads, on the CPU (default: none)",
     )
     add("--num-targets", type=count, default=1, metavar="COUNT", help="target workers (default: 1)")
     add("--num-drafts", type=count, default=1, metavar="COUNT", help="draft workers (default: 1)")

@@ -66,6 +66,7 @@ class Rounds:
     drafts: list[Proposal] = field(default_factory=list)
     answers: list[pb.ScoreResponse] = field(default_factory=list)
     num_accepted: int = 0
+    vocab_size: int = NUM_TOKENS
 
     async def run(self, num_rounds: int) -> None:
         """Run so many rounds."""
@@ -85,10 +86,10 @@ class Rounds:
         assert answer.cached_len == self.start
         self.drafts.append(draft)
         self.answers.append(answer)
-        scores = codec.scores_from_proto(answer, draft, NUM_TOKENS)
+        scores = codec.scores_from_proto(answer, draft, self.vocab_size)
         assert self.sampling.seed is not None
         draws = acceptance_uniforms(self.sampling.seed, self.start, len(draft))
         verdict = RULES[self.rule].accept(draft, scores, draws)
         self.num_accepted += len(verdict.path)
         self.text += [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
-        self.offer = codec.offer_from_proto(answer.offer, self.next_round.num_offered, NUM_TOKENS)
+        self.offer = codec.offer_from_proto(answer.offer, self.next_round.num_offered, self.vocab_size)

@@ -11,13 +11,17 @@ import torch
 
 from benchmarks.random_heads import save_heads
 from specdec.engine import EngineError
-from specdec.exact.values import Proposal
+from specdec.exact.lookup import NextRound
+from specdec.exact.values import ObservationRequest, Proposal
+from specdec.heads.drafting.loading import HeadParts, load_runner
+from specdec.heads.formats.target import target_folder
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service import loading, own_head, servicer
 from target_service.ahead import Following
+from target_service.offering import SessionOffers
 from target_service.own_head import MAX_WAITING, NUM_FIRST, PROBED_EVERY, HeadDraft, OwnHead, States
-from target_service.scorer import ScoreTask
+from target_service.scorer import ScoreRound, ScoreTask, Watch
 from target_service.settings import TargetSettings
 from tests.support.head_drafting import KINDS, TargetStates, asked, drafting
 from tests.support.head_drafting import session as head_session
@@ -213,6 +217,83 @@ def test_states_of_a_text_that_was_left_go(end: int, count: int | None) -> None:
     kept = states(3, 3).until(end)
     assert (kept and len(kept.rows)) == count
     assert kept is None or kept.start == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions_that_draft_together_draft_as_alone(kind: str, model_folder: Path, heads: dict[str, Path]) -> None:
+    target = target_folder(str(model_folder))
+
+    def new_head() -> OwnHead:
+        device = torch.device("cpu")
+        return OwnHead(load_runner(kind, HeadParts(str(heads[kind]), target, 300, device, torch.float32, 1 << 24)))
+
+    def asked_of(number: int, head: OwnHead) -> HeadDraft:
+        rows = torch.randn(9, len(head.layers), target.hidden_size, generator=torch.Generator().manual_seed(number))
+        return HeadDraft(head_session(f"{number}"), list(range(number, number + 10)), States(0, rows), 4 + number)
+
+    together, alone = new_head(), new_head()
+    drafts = together.draft([asked_of(number, together) for number in range(3)])
+    assert all(drafts)
+    assert len({draft.tokens for draft in drafts}) == 3
+    for number, draft in enumerate(drafts):
+        assert alone.draft([asked_of(number, alone)]) == [draft]
+
+
+def scored(states_at: torch.Tensor, start: int, draft: Sequence[int], watch: Watch, num_tokens: int) -> ScoreTask:
+    """Return a task that was scored: a text of `start` and `num_tokens` tokens, then a draft."""
+    given = ScoreRound(start, range(num_tokens), draft, [(token,) for token in draft], parents=(0, 0, 2))
+    task = ScoreTask(head_session(), given, watch, match=False)
+    task.hidden_states = states_at
+    return task
+
+
+def test_the_head_reads_its_layers_at_committed_tokens_alone() -> None:
+    """Of a tree the accepted path; beside what a drafter asked for, which gets its own window of its own layers."""
+    watch = Watch(ObservationRequest(hidden_layers=(1, 5)), window=2, own_layers=(0, 5))
+    assert watch.hidden_layers == (0, 1, 5)
+    assert watch.num_observed(3) == MAX_WAITING + 3
+    at = torch.tensor([[[100.0 * layer + place] for layer in watch.hidden_layers] for place in range(4 + 3)])
+    task = scored(at, 6, [7, 8, 9], watch, num_tokens=4)
+    own = task.own_states((1, 2))
+    assert own is not None
+    assert (own.start, own.end) == (6, 12)
+    assert own.rows.squeeze(-1).tolist() == [[place, 500.0 + place] for place in (0, 1, 2, 3, 5, 6)]
+    asked_for = task.states_of(watch.request.hidden_layers, watch.window)
+    assert asked_for is not None
+    assert asked_for.squeeze(-1).tolist() == [[100.0 + place, 500.0 + place] for place in (2, 3, 4, 5, 6)]
+    assert scored(at, 6, [7, 8, 9], Watch(), num_tokens=4).own_states(()) is None
+    assert Watch().num_observed(3) == 0
+
+
+def test_the_head_drafts_from_the_states_at_the_end_of_the_text() -> None:
+    offers, text, asked_for = SessionOffers(head_session(), None), list(range(10)), NextRound(num_offered=4)
+    assert offers.head_draft(text, asked_for) is None
+    offers.observe(5, states(3, 4))
+    assert offers.head_draft(text, asked_for) is None, "states before the last token are missing"
+    offers.observe(8, states(7, 2))
+    drafted = offers.head_draft(text, asked_for)
+    assert drafted is not None
+    assert (drafted.states.start, drafted.states.end, drafted.count) == (3, 9, 4)
+    assert offers.head_draft(text, asked_for) is None, "it has them now"
+
+
+def test_states_of_rounds_that_are_taken_back_go() -> None:
+    """Also by a round at which nothing is observed."""
+    offers, asked_for = SessionOffers(head_session(), None), NextRound(num_offered=4)
+    offers.observe(5, states(3, 6))
+    offers.observe(6, None)
+    assert offers.head_draft(list(range(10)), asked_for) is None
+    drafted = offers.head_draft(list(range(7)), asked_for)
+    assert drafted is not None
+    assert (drafted.states.start, drafted.states.end) == (3, 6)
+
+
+def test_an_offer_is_never_larger_than_the_text_may_grow() -> None:
+    for max_length, count in ((9, 0), (11, 0), (12, 1), (99, 4)):
+        offers = SessionOffers(head_session(), None)
+        offers.observe(8, states(3, 6))
+        drafted = offers.head_draft(list(range(10)), NextRound(num_offered=4, max_length=max_length))
+        assert (drafted.count if drafted else 0) == count
 
 
 class SlowRunner:
