@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -12,13 +14,13 @@ import torch
 from benchmarks.random_heads import save_heads
 from specdec.engine import EngineError
 from specdec.exact.lookup import NextRound
-from specdec.exact.values import ObservationRequest, Proposal
+from specdec.exact.values import ObservationRequest, Proposal, one_hot
 from specdec.heads.drafting.loading import HeadParts, load_runner
 from specdec.heads.formats.target import target_folder
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service import loading, own_head, servicer
-from target_service.ahead import Following
+from target_service.ahead import AheadTask, Following, Outlook, look_ahead
 from target_service.offering import SessionOffers
 from target_service.own_head import MAX_WAITING, NUM_FIRST, PROBED_EVERY, HeadDraft, OwnHead, States
 from target_service.scorer import ScoreRound, ScoreTask, Watch
@@ -237,6 +239,54 @@ def test_sessions_that_draft_together_draft_as_alone(kind: str, model_folder: Pa
     assert len({draft.tokens for draft in drafts}) == 3
     for number, draft in enumerate(drafts):
         assert alone.draft([asked_of(number, alone)]) == [draft]
+
+
+class Rules:
+    """What follows a round of a session: a draft of the head's, or nothing that it drafts."""
+
+    def __init__(self, number: int, is_of_head: bool) -> None:
+        self.head, self._number, self._is_of_head = self, number, is_of_head
+
+    def draft(self, asked: Sequence[HeadDraft]) -> list[Proposal]:
+        return [chain_of(each.count) for each in asked]
+
+    def after(self, task: object) -> Outlook:
+        session = head_session(f"{self._number}")
+        draft = HeadDraft(session, [], states(0, 1), 10 * self._number)
+        return Outlook([self._number], text=[], head_draft=draft if self._is_of_head else None)
+
+    def offered(self, task: object, outlook: Outlook, drafted: Proposal) -> Outlook:
+        return replace(outlook, draft=drafted)
+
+
+def chain_of(*tokens: int) -> Proposal:
+    return Proposal(tokens, tuple(map(one_hot, tokens)))
+
+
+class Ahead(AheadTask):
+    """Notes what it is to score."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules  # type: ignore[assignment]
+
+    def expect(self, previous: object, outlook: Outlook) -> None:
+        self.noted = outlook
+
+
+def test_each_session_of_a_forward_gets_its_own_draft() -> None:
+    """Also where the head drafts for some of them alone."""
+    aheads = [Ahead(Rules(number, is_of_head=number != 2)) for number in range(1, 5)]
+    tasks = [
+        SimpleNamespace(
+            session=head_session(f"{number}"),
+            following=ahead,
+            submission=SimpleNamespace(error=None, abandoned=number == 3),
+        )
+        for number, ahead in enumerate(aheads, start=1)
+    ]
+    look_ahead(tasks)  # type: ignore[arg-type]
+    assert [ahead.noted.draft for ahead in aheads if ahead.has_looked] == [chain_of(10), Proposal(), chain_of(40)]
+    assert [ahead.has_looked for ahead in aheads] == [True, True, False, True], "nobody awaits the third"
 
 
 def scored(states_at: torch.Tensor, start: int, draft: Sequence[int], watch: Watch, num_tokens: int) -> ScoreTask:
