@@ -37,7 +37,7 @@ class TargetSettings(SharedModelSettings):
         """Give a sentence for each combination of settings that is refused."""
         yield from super().problems()
         if self.head and not self.score_ahead:
-            yield "--head drafts for rounds that are scored ahead; leave it out, or --score-ahead true"
+            yield "--head drafts for rounds that are scored ahead; leave one out, it or --no-score-ahead"
         if self.tensor_parallel > 1 and self.quantization != "none":
             yield f"--tensor-parallel shares weights as they are, not in {self.quantization}; leave one of the two out"
 

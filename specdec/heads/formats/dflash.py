@@ -11,6 +11,7 @@ from specdec.heads.formats.files import (
     HEAD_PATTERNS,
     HeadRefused,
     folder_of,
+    of_another_kind,
     read_config,
     read_tensors,
     required,
@@ -48,7 +49,7 @@ def dflash_shape(config: Mapping[str, Any], target: TargetFolder, folder: Path) 
 def _speculators_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
     kind = config["speculators_model_type"]
     if kind != "dflash":
-        raise HeadRefused(f"{folder} is a head of the kind {kind}; give it as --{kind}-head")
+        raise of_another_kind(folder, kind)
     if config.get("sample_from_anchor"):
         raise HeadRefused(f"{folder} predicts from its anchor (sample_from_anchor), which is not served")
     transformer = transformer_config(required(config, "transformer_layer_config", folder), folder)

@@ -11,6 +11,7 @@ from specdec.heads.formats.files import (
     HEAD_PATTERNS,
     HeadRefused,
     folder_of,
+    of_another_kind,
     read_config,
     read_tensors,
     required,
@@ -40,7 +41,7 @@ def eagle3_shape(config: Mapping[str, Any], target: TargetFolder, folder: Path) 
     """Return the shape that a `config.json` defines. Raises HeadRefused."""
     kind = config.get("speculators_model_type", "eagle3")
     if kind != "eagle3":
-        raise HeadRefused(f"{folder} is a head of the kind {kind}; give it as --{kind}-head")
+        raise of_another_kind(folder, kind)
     layers = config.get("transformer_layer_config") or _original_layers(config)
     transformer = transformer_config(layers, folder)
     if transformer.num_hidden_layers != 1:

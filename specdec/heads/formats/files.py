@@ -23,6 +23,11 @@ class HeadRefused(ValueError):
     """A head cannot be used. The message says what is wrong, and what to do."""
 
 
+def of_another_kind(folder: Path, kind: str) -> HeadRefused:
+    """Return the refusal of a head that was given as one of another kind."""
+    return HeadRefused(f"{folder} is a head of the kind {kind}; give it as --{kind}-head, or with --head-kind {kind}")
+
+
 def folder_of(name: str, patterns: list[str]) -> Path:
     """Return a folder, fetched from the hub unless it is one already. Raises HeadRefused."""
     folder = Path(name).expanduser()
