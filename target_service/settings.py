@@ -1,11 +1,10 @@
 """Settings of the target worker."""
 
 from collections.abc import Iterator
-from typing import Literal
 
 from pydantic import Field
 
-from specdec.serving.settings import Port, SharedModelSettings, TargetQuantization
+from specdec.serving.settings import HeadKind, Port, SharedModelSettings, TargetQuantization
 
 
 class TargetSettings(SharedModelSettings):
@@ -28,7 +27,7 @@ class TargetSettings(SharedModelSettings):
         None,
         description="hub id or folder of a head, trained for the model, that it drafts with itself between forwards",
     )
-    head_kind: Literal["eagle3", "dflash", "medusa"] = Field("eagle3", description="what --head is")
+    head_kind: HeadKind = Field("eagle3", description="what --head is")
     observation_window: int = Field(
         256, ge=1, le=4096, description="maximum number of prompt tokens that are observed for drafters that ask for it"
     )
@@ -37,7 +36,7 @@ class TargetSettings(SharedModelSettings):
         """Give a sentence for each combination of settings that is refused."""
         yield from super().problems()
         if self.head and not self.score_ahead:
-            yield "--head drafts for rounds that are scored ahead; leave one out, it or --no-score-ahead"
+            yield "--head drafts for rounds that are scored ahead; leave out --head or --no-score-ahead"
         if self.tensor_parallel > 1 and self.quantization != "none":
             yield f"--tensor-parallel shares weights as they are, not in {self.quantization}; leave one of the two out"
 

@@ -26,6 +26,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]
 TargetQuantization = Literal["none", "int8"]
 DraftQuantization = Literal["none", "int8", "int4"]
+HeadKind = Literal["eagle3", "dflash", "medusa"]
 
 
 class ProcessSettings(BaseSettings):

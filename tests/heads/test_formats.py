@@ -1,6 +1,7 @@
 """Heads are what they were after they are written and read, in every published format; what does not fit is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from specdec.heads.formats.eagle3 import load_eagle3, save_eagle3
 from specdec.heads.formats.files import HeadRefused
 from specdec.heads.formats.medusa import load_medusa, save_medusa
 from specdec.heads.formats.target import TargetFolder, target_folder
+from specdec.serving.settings import HeadKind
 from tests.support.architectures import build
 
 REDUCED = 50
@@ -155,7 +157,6 @@ def changed_config(folder: Path, **entries: object) -> Path:
         ({"eagle_aux_hidden_state_layer_ids": [-1]}, "must be a list of numbers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "names a layer twice"),
         ({"target_hidden_size": 4096}, "reads states of size 4096"),
-        ({"speculators_model_type": "dflash"}, "--dflash-head"),
         ({"draft_vocab_size": 7}, "d2t"),
         ({"transformer_layer_config": {"model_type": "mamba"}}, "mamba layers"),
         ({"norm_before_fc": True, "fc_norm": True}, "at most one"),
@@ -169,6 +170,44 @@ def test_wrong_eagle3_configuration_is_refused(
     load_eagle3(tmp_path, target.folder)
     with pytest.raises(HeadRefused, match=sentence):
         load_eagle3(changed_config(tmp_path, **entries), target.folder)
+
+
+SAVED: dict[HeadKind, Callable[[TargetFolder, Path], None]] = {
+    "eagle3": lambda target, folder: save_eagle3(eagle3_head(target), folder, "target", with_lm_head=False),
+    "dflash": lambda target, folder: save_dflash(dflash_head(target), folder, "target", with_lm_head=False),
+    "medusa": lambda target, folder: save_medusa(medusa_head(target), folder, "target", with_lm_head=False),
+}
+LOADERS: dict[HeadKind, Callable[[Path, Path], object]] = {
+    "eagle3": load_eagle3,
+    "dflash": load_dflash,
+    "medusa": load_medusa,
+}
+
+
+@pytest.mark.parametrize("given", LOADERS)
+@pytest.mark.parametrize("kind", SAVED)
+def test_head_given_as_another_kind_is_refused_with_the_flags_of_its_own(
+    target: TargetFolder, tmp_path: Path, kind: HeadKind, given: HeadKind
+) -> None:
+    SAVED[kind](target, tmp_path)
+    if kind == given:
+        LOADERS[given](tmp_path, target.folder)
+        return
+    with pytest.raises(
+        HeadRefused, match=f"is a head of the kind {kind}; give it as --{kind}-head, or with --head-kind {kind}$"
+    ):
+        LOADERS[given](tmp_path, target.folder)
+
+
+@pytest.mark.parametrize("given", LOADERS)
+@pytest.mark.parametrize("kind", ["peagle", "mtp", 5, ["eagle3"]])
+def test_head_of_a_kind_that_is_not_served_is_refused_without_a_flag(
+    target: TargetFolder, tmp_path: Path, kind: object, given: HeadKind
+) -> None:
+    SAVED[given](target, tmp_path)
+    with pytest.raises(HeadRefused, match=r"heads of eagle3, dflash, medusa are served$") as refused:
+        LOADERS[given](changed_config(tmp_path, speculators_model_type=kind), target.folder)
+    assert "--" not in str(refused.value)
 
 
 def test_head_of_another_size_is_refused(target: TargetFolder, tmp_path: Path) -> None:

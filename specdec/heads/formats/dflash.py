@@ -10,8 +10,8 @@ from specdec.heads.dflash import DFlashHead, DFlashShape
 from specdec.heads.formats.files import (
     HEAD_PATTERNS,
     HeadRefused,
+    check_kind,
     folder_of,
-    of_another_kind,
     read_config,
     read_tensors,
     required,
@@ -47,9 +47,6 @@ def dflash_shape(config: Mapping[str, Any], target: TargetFolder, folder: Path) 
 
 
 def _speculators_shape(config: Mapping[str, Any], folder: Path) -> DFlashShape:
-    kind = config["speculators_model_type"]
-    if kind != "dflash":
-        raise of_another_kind(folder, kind)
     if config.get("sample_from_anchor"):
         raise HeadRefused(f"{folder} predicts from its anchor (sample_from_anchor), which is not served")
     transformer = transformer_config(required(config, "transformer_layer_config", folder), folder)
@@ -80,7 +77,9 @@ def _original(config: Mapping[str, Any], folder: Path) -> DFlashShape:
 def load_dflash(folder: str | Path, target: str | Path, dtype: torch.dtype = torch.float32) -> DFlashHead:
     """Read a head in either format; what it lacks comes from the target's folder. Raises HeadRefused."""
     place, verifier = folder_of(str(folder), HEAD_PATTERNS), target_folder(str(target))
-    shape = dflash_shape(read_config(place), verifier, place)
+    config = read_config(place)
+    check_kind(config, "dflash", place)
+    shape = dflash_shape(config, verifier, place)
     tensors = renamed(read_tensors(place), {}, DROPPED)
     vocabulary = take_vocabulary(tensors, shape.draft_vocab_size, verifier.vocab_size, place)
     with torch.device("meta"):

@@ -10,8 +10,8 @@ from specdec.heads.eagle3 import Eagle3Head, Eagle3Shape
 from specdec.heads.formats.files import (
     HEAD_PATTERNS,
     HeadRefused,
+    check_kind,
     folder_of,
-    of_another_kind,
     read_config,
     read_tensors,
     required,
@@ -39,9 +39,6 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 def eagle3_shape(config: Mapping[str, Any], target: TargetFolder, folder: Path) -> Eagle3Shape:
     """Return the shape that a `config.json` defines. Raises HeadRefused."""
-    kind = config.get("speculators_model_type", "eagle3")
-    if kind != "eagle3":
-        raise of_another_kind(folder, kind)
     layers = config.get("transformer_layer_config") or _original_layers(config)
     transformer = transformer_config(layers, folder)
     if transformer.num_hidden_layers != 1:
@@ -75,6 +72,7 @@ def load_eagle3(folder: str | Path, target: str | Path, dtype: torch.dtype = tor
     """Read a head in either format; what it lacks comes from the target's folder. Raises HeadRefused."""
     place, verifier = folder_of(str(folder), HEAD_PATTERNS), target_folder(str(target))
     config = read_config(place)
+    check_kind(config, "eagle3", place)
     if "speculators_model_type" not in config:
         required(config, "draft_vocab_size", place)
     shape = eagle3_shape(config, verifier, place)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from huggingface_hub import snapshot_download
@@ -12,8 +12,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from specdec.serving.settings import HeadKind
+
 Tensors = dict[str, torch.Tensor]
 
+HEAD_KINDS: tuple[HeadKind, ...] = get_args(HeadKind)
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 PICKLED_FILES = ("pytorch_model.bin", "medusa_lm_head.pt")  # read as tensors alone, so that they can run no code
 HEAD_PATTERNS = ["*.json", "*.safetensors", *PICKLED_FILES]
@@ -21,11 +24,6 @@ HEAD_PATTERNS = ["*.json", "*.safetensors", *PICKLED_FILES]
 
 class HeadRefused(ValueError):
     """A head cannot be used. The message says what is wrong, and what to do."""
-
-
-def of_another_kind(folder: Path, kind: str) -> HeadRefused:
-    """Return the refusal of a head that was given as one of another kind."""
-    return HeadRefused(f"{folder} is a head of the kind {kind}; give it as --{kind}-head, or with --head-kind {kind}")
 
 
 def folder_of(name: str, patterns: list[str]) -> Path:
@@ -88,6 +86,20 @@ def write(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
     }
     save_file(stored, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def check_kind(config: Mapping[str, Any], given: HeadKind, folder: Path) -> None:
+    """Raise HeadRefused if a configuration says that it is of another kind than the head was given as."""
+    stated = config.get("speculators_model_type")
+    kind = stated or config.get("model_type")  # of which only Medusa's heads have one that says what they are
+    if kind == given:
+        return
+    if kind in HEAD_KINDS:
+        raise HeadRefused(
+            f"{folder} is a head of the kind {kind}; give it as --{kind}-head, or with --head-kind {kind}"
+        )
+    if stated:
+        raise HeadRefused(f"{folder} is a head of the kind {kind}; heads of {', '.join(HEAD_KINDS)} are served")
 
 
 def required(config: Mapping[str, Any], name: str, folder: Path) -> Any:

@@ -11,6 +11,7 @@ from specdec.heads.formats.files import (
     HEAD_PATTERNS,
     HeadRefused,
     Tensors,
+    check_kind,
     folder_of,
     read_config,
     read_tensors,
@@ -67,6 +68,7 @@ def load_medusa(folder: str | Path, target: str | Path, dtype: torch.dtype = tor
     """Read heads in either format; an output layer that they lack is the target's. Raises HeadRefused."""
     place, verifier = folder_of(str(folder), HEAD_PATTERNS), target_folder(str(target))
     config = read_config(place)
+    check_kind(config, "medusa", place)
     num_layers = _count(config, ("medusa_num_layers", "num_hidden_layers"), MAX_LAYERS, place)
     tensors = own_names(read_tensors(place), num_layers)
     shape = medusa_shape(config, tensors, verifier, place)

@@ -1,11 +1,12 @@
 """What to run on this machine, and how it is said that it cannot be run."""
 
 from dataclasses import dataclass
+from typing import get_args
 
-from specdec.serving.settings import Device, DraftQuantization, Dtype, TargetQuantization
+from specdec.serving.settings import Device, DraftQuantization, Dtype, HeadKind, TargetQuantization
 
 NO_DRAFT = "none"
-HEADS = ("eagle3", "dflash", "medusa")  # drafters with a head that was trained for the target
+HEADS: tuple[HeadKind, ...] = get_args(HeadKind)  # drafters with a head that was trained for the target
 MODEL_FREE = ("recycle", "ngram", "suffix")  # drafters that need no model
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
 

@@ -380,5 +380,5 @@ async def test_a_head_of_another_target_is_refused(model_folder: Path) -> None:
 
 def test_a_head_without_scoring_ahead_is_refused() -> None:
     settings = TargetSettings(model="m", head="h", score_ahead=False)
-    assert any("--head drafts for rounds that are scored ahead" in problem for problem in settings.problems())
+    assert any("leave out --head or --no-score-ahead" in problem for problem in settings.problems())
     assert not list(TargetSettings(model="m", head="h").problems())
