@@ -6,7 +6,7 @@ from typing import get_args
 from specdec.serving.settings import Device, DraftQuantization, Dtype, HeadKind, TargetQuantization
 
 NO_DRAFT = "none"
-HEADS: tuple[HeadKind, ...] = get_args(HeadKind)  # drafters with a head that was trained for the target
+HEADS: tuple[str, ...] = get_args(HeadKind)  # drafters with a head that was trained for the target
 MODEL_FREE = ("recycle", "ngram", "suffix")  # drafters that need no model
 ADDRESS_VARIABLE = "SPECDEC_ADDRESS"  # the command's own, which no service knows
 
