@@ -13,7 +13,7 @@ from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.comparisons import is_missed
 from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.offers import OFFER
-from coordinator.choosing.plans import PLAIN, DraftPlan, Found, Missed, RoundOutcome
+from coordinator.choosing.plans import PLAIN, DraftPlan, Forward, Found, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
 from specdec.exact.acceptance import AcceptanceRule
@@ -46,6 +46,7 @@ class Scored:
     num_fed: int = 1  # committed tokens that the worker had to read first
     num_sessions: int = 1  # at the worker, waiting or in the forward
     offer: Proposal = Proposal()  # noqa: RUF009  # frozen; what the target scores ahead as the next round's draft
+    forward: Forward | None = None  # in which it was scored; None: not told
 
 
 @dataclass(slots=True)
@@ -280,6 +281,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
             other_s=max(0.0, parts.outside.now_s() - begin - drafting_s - scored.elapsed_s),
             missed=missed,
+            forward=scored.forward,
         )
     )
     return finished_round

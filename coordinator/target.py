@@ -10,6 +10,7 @@ import grpc
 
 from coordinator import metrics
 from coordinator.checks import Checks
+from coordinator.choosing.plans import Forward
 from coordinator.loads import ReportedLoads
 from coordinator.observing import NOTHING
 from coordinator.pool.pool import WorkerPool
@@ -43,6 +44,7 @@ ROUND_FACTOR = 10.0
 CHECKS = Checks(after_s=0.5, timeout_s=1.0)
 # of one round, fewer than end a worker (specdec/serving/model_worker.py): what one session asks must not end workers
 MAX_INTERNAL_ERRORS = 7
+MAX_FORWARD_TOKENS, MAX_FORWARD_S = 1 << 20, 600.0  # what a worker tells beyond is no measurement
 TargetStream: TypeAlias = "WorkerStream[target_pb2.ScoreResponse, ModelInfo]"
 RETRIED = (UnavailableError, OverloadedError, InternalError, ModelMismatchError, ContextTooShortError)
 
@@ -231,9 +233,9 @@ class SessionScorer:
             raise failure from error
         metrics.observe_worker("score", reply.timing)
         self._loads.report(reply.load)
-        load = reply.load
-        num_sessions = max(1, load.num_waiting + load.num_running - load.num_without_place)
-        return Scored(scores, self._outside.now_s() - begin, self._stream.num_fed, num_sessions, offer)
+        num_sessions = _num_sessions(reply.load)
+        num_fed, forward = self._stream.num_fed, _forward(reply.timing)
+        return Scored(scores, self._outside.now_s() - begin, num_fed, num_sessions, offer, forward)
 
     async def close(self) -> None:
         """End the session at the worker."""
@@ -242,6 +244,17 @@ class SessionScorer:
     def abandon(self) -> None:
         """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()
+
+
+def _num_sessions(load: types_pb2.Load) -> int:
+    """Return the sessions that wait for a forward, or are in it."""
+    return max(1, load.num_waiting + load.num_running - load.num_without_place)
+
+
+def _forward(timing: types_pb2.Timing) -> Forward | None:
+    """Return the forward of a round; None where the worker tells of none, or of one that cannot be."""
+    is_told = 0 < timing.num_forward_tokens <= MAX_FORWARD_TOKENS and 0 < timing.forward_s <= MAX_FORWARD_S
+    return Forward(timing.num_forward_tokens, timing.forward_s) if is_told else None
 
 
 def _check_observations(scores: Scores, committed_length: int, num_draft_tokens: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdec import messages
-from specdec.engine import CacheMiss, EngineLoop
+from specdec.engine import CacheMiss, EngineLoop, TaskTimes
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.lookup import NextRound
@@ -122,8 +122,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             response.offer.draft_tokens.extend(offer.draft_tokens)
             response.offer.parents.extend(offer.parents)
         response.cached_len = given.committed_length
-        timings = task.timings
-        response.timing.CopyFrom(codec.timing_to_proto(Timing(timings.queue_s, timings.forward_s, timings.total_s)))
+        response.timing.CopyFrom(codec.timing_to_proto(_timing(task.timings)))
         response.load.CopyFrom(self._load(task.num_batched))
         return response, task
 
@@ -252,3 +251,8 @@ class ScoreRounds(SessionRounds):
         """Free the session's cache."""
         self._ahead.stop()
         self._servicer.forget(self.session)
+
+
+def _timing(times: TaskTimes) -> Timing:
+    """Return what an answer tells of a round's times."""
+    return Timing(times.queue_s, times.forward_s, times.total_s, times.num_forward_tokens)

@@ -146,12 +146,14 @@ class PlanChooser:
     def _next_offer(self) -> tuple[DraftPlan, bool]:
         """Return what the target shall offer for the next round, and whether it shall learn from this one.
 
-        It offers nothing where that does not pay, and learns nothing where it clearly loses.
+        It offers nothing where that does not pay, and learns nothing where it clearly loses; at a busy target, whose
+        forwards take longer for all while one session learns, where it loses at all.
         """
         if self._offers is None or not self._costs.knows_scoring:
             return PLAIN, False
         best, plain = self._offers.best, Estimate(PLAIN, 1.0, self._costs.plain_s())
-        if best.speed < self._clear_loss * plain.speed and not self._is_scout:
+        least_speed = (1.0 if self._is_busy else self._clear_loss) * plain.speed
+        if best.speed < least_speed and not self._is_scout:
             return PLAIN, False
         asked = self._offers.next(plain, MIN_GAIN)
         if asked is None:
@@ -237,8 +239,9 @@ class PlanChooser:
         if not outcome.has_prefill:
             self._observe_costs(outcome)
         if self._trial:
-            self._trial = replace(self._trial, had_prefill=outcome.has_prefill)
-            self._exploration.observe(elapsed_s, elapsed_s - (len(outcome.path) + 1) / self._trial.best.speed)
+            loss_s = elapsed_s - (len(outcome.path) + 1) / self._trial.best.speed
+            self._exploration.observe(elapsed_s, loss_s - self._trial.expected_loss_s)
+            self._trial = replace(self._trial, expected_loss_s=0.0, had_prefill=outcome.has_prefill)
         elif not outcome.has_prefill:
             self._exploration.observe(elapsed_s)
 
@@ -251,7 +254,8 @@ class PlanChooser:
         if plan.observes:
             self._costs.age_unused(set(self._acceptance) - {each.drafter for each, _ in asked})
         scored = plan.drafter if plan.observes or plan.drafter else RESTING_ROUNDS
-        self._costs.observe_score(outcome.num_drafted, outcome.score_s, outcome.num_sessions, scored)
+        num_sessions, forward = outcome.num_sessions, outcome.forward
+        self._costs.observe_score(outcome.num_drafted, outcome.score_s, num_sessions, scored, forward)
         self._costs.observe_other(not plan.observes, outcome.other_s)
 
     def _observe_acceptance(
@@ -307,8 +311,8 @@ class PlanChooser:
         affordable = [plan for plan, loss_s in losses.items() if self._exploration.affords(loss_s)]
         plan = self._exploration.least_recent(affordable)
         if plan:
-            self._exploration.begin(plan)
-            self._trial = Trial(plan, best)
+            self._exploration.begin(plan, losses[plan])
+            self._trial = Trial(plan, best, losses[plan])
         return plan
 
     def _probe(self, drafter: str, maximum: int) -> DraftPlan:

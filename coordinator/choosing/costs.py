@@ -6,12 +6,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.choosing.plans import Forward
+
 RESTING = ""  # in place of a drafter's name: rounds of sessions that rest, which are faster than other plain ones
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 DECAY = 0.95  # of an observation's weight, a round
+FORWARD_DECAY = 0.998  # and a forward: what one more token costs in it changes little
 PRIOR_RESTING = 0.65  # of an awake round's seconds, at a load at which no session has rested: too little, so one will
 UNUSED_DECAY = 0.99  # of a drafter's costs, a round that could have used it and did not
 FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 350 to 600 rounds after the last observation
@@ -69,21 +72,21 @@ class DecayedLinearFit:
         self._s, self._ks = factor * self._s, factor * self._ks
 
     def slope(self) -> float:
-        """Return the expected seconds of one more token."""
+        """Return the expected seconds of one more token, as its rounds say."""
         mean_k, mean_s = self._k / self._weight, self._s / self._weight
         spread = self._kk / self._weight - mean_k**2
         covariance = self._ks / self._weight - mean_k * mean_s
         return max((covariance + self.prior_slope(mean_k, mean_s)) / (spread + 1), 0.0)
 
-    def predict(self, k: float) -> float:
-        """Return the expected seconds, more than 0."""
+    def predict(self, k: float, slope: float | None = None) -> float:
+        """Return the expected seconds, more than 0; `slope` is known where its rounds need not say it."""
         mean_k, mean_s = self._k / self._weight, self._s / self._weight
-        return max(mean_s + self.slope() * (k - mean_k), 0.1 * mean_s)
+        return max(mean_s + (self.slope() if slope is None else slope) * (k - mean_k), 0.1 * mean_s)
 
-    def predict_each(self, k: Floats | Counts) -> Floats:
+    def predict_each(self, k: Floats | Counts, slope: float | None = None) -> Floats:
         """Return the expected seconds of each of many numbers."""
         mean_k, mean_s = self._k / self._weight, self._s / self._weight
-        return np.maximum(mean_s + self.slope() * (k - mean_k), 0.1 * mean_s)
+        return np.maximum(mean_s + (self.slope() if slope is None else slope) * (k - mean_k), 0.1 * mean_s)
 
 
 def _draft_fit() -> DecayedLinearFit:
@@ -96,12 +99,30 @@ def _score_fit() -> DecayedLinearFit:
 
 @dataclass(slots=True)
 class ScoreCosts:
-    """Seconds of scoring at one load: of all rounds, and by drafter, as a drafter at work may slow the target down."""
+    """Seconds of scoring at one load by tokens in the forward, those of all sessions.
 
+    Of all rounds, and by drafter: a drafter at work may slow the target down, and a round that was not scored ahead
+    waits for the forward that is running. What one more token costs is the same for all of them, and it is learned from
+    the forwards themselves: a round's own time says it badly, as it has waited for others too.
+    """
+
+    _forward: DecayedLinearFit = field(default_factory=_score_fit)  # as the worker measures it
     _all: DecayedLinearFit = field(default_factory=_score_fit)
     _by_drafter: dict[str | None, DecayedLinearFit] = field(default_factory=dict)  # None: rounds without a draft
 
-    def of(self, drafter: str | None) -> DecayedLinearFit:
+    def predict(self, num_tokens: float, drafter: str | None) -> float:
+        """Return the expected seconds of a drafter's round."""
+        return self._of(drafter).predict(num_tokens, self.slope(drafter))
+
+    def predict_each(self, num_tokens: Floats, drafter: str | None) -> Floats:
+        """Return the expected seconds of rounds with so many tokens each in the forward."""
+        return self._of(drafter).predict_each(num_tokens, self.slope(drafter))
+
+    def slope(self, drafter: str | None) -> float:
+        """Return the expected seconds of one more token in the forward."""
+        return (self._forward if self.knows_forwards else self._of(drafter)).slope()
+
+    def _of(self, drafter: str | None) -> DecayedLinearFit:
         """Return the fit of a drafter's rounds, that of all rounds while those are too few."""
         fit = self._by_drafter.get(drafter)
         return fit if fit and fit.is_trusted else self._all
@@ -110,11 +131,20 @@ class ScoreCosts:
         """Whether a drafter's rounds were scored often enough."""
         return drafter in self._by_drafter and self._by_drafter[drafter].is_trusted
 
+    @property
+    def knows_forwards(self) -> bool:
+        """Whether the worker told of enough forwards."""
+        return self._forward.is_trusted
+
+    def observe_forward(self, forward: Forward, decay: float) -> None:
+        """Add a forward, once for each session in it."""
+        self._forward.observe(forward.num_tokens, forward.seconds, decay)
+
     def observe(self, drafter: str | None, num_tokens: float, seconds: float, decay: float) -> None:
         """Add one round. A round that was slower than expected makes those of other drafters expected slower, too."""
         own = self._by_drafter.setdefault(drafter, _score_fit())
         if own.is_trusted:
-            ratio = min(seconds / own.predict(num_tokens), MAX_OUTLIER)
+            ratio = min(seconds / own.predict(num_tokens, self.slope(drafter)), MAX_OUTLIER)
             for fit in self._by_drafter.values():
                 if fit is not own:
                     fit.scale(1 + (1 - decay) * (ratio - 1))
@@ -126,10 +156,10 @@ class ScoreCosts:
 class Costs:
     """The cost of rounds in seconds, learned over all sessions of a coordinator.
 
-    Scoring costs are kept apart by the target worker's load (in powers of two of its sessions), so that a change of
-    load changes the choice at once. A forward scores the draft tokens of all waiting sessions together, and all of them
-    wait for it: so costs are learned by the draft tokens in the whole forward, and a plan is charged as if every
-    session at the worker chose it. A plan that was not used for a while is not preferred because the machine has become
+    Scoring costs are kept apart by the target worker's load (by factors of two of its sessions), so that a change of
+    load changes the choice at once. A forward scores the tokens of all waiting sessions together, and all of them wait
+    for it: so costs are learned by the tokens in the whole forward, and a plan is charged as if every session at the
+    worker chose it. A plan that was not used for a while is not preferred because the machine has become
     slower since. A drafter's cost is forgotten while nobody uses it, and then measured again: one slow round must not
     disable it.
     """
@@ -151,14 +181,28 @@ class Costs:
                 self._draft[name].age(UNUSED_DECAY)
 
     def observe_score(
-        self, num_draft_tokens: int, seconds: float, num_sessions: int = 1, drafter: str | None = None
+        self,
+        num_draft_tokens: int,
+        seconds: float,
+        num_sessions: int = 1,
+        drafter: str | None = None,
+        forward: Forward | None = None,
     ) -> None:
-        """Add one round's scoring; `num_sessions` are the target worker's, waiting or in the forward."""
+        """Add one round's scoring, and the forward that it was in, if the worker told of it.
+
+        `num_sessions` are the target worker's, waiting or in the forward. Where workers tell of forwards, a round
+        without one was scored beside prompts: what these took has to be done however it drafts, so that it is no cost.
+        """
         self.num_sessions = num_sessions
-        num_together = num_draft_tokens + (num_sessions - 1) * self._mean_drafted
+        num_tokens = num_sessions + num_draft_tokens + (num_sessions - 1) * self._mean_drafted
         self._mean_drafted += (num_draft_tokens - self._mean_drafted) / num_sessions
         costs = self._score.setdefault(self.load, ScoreCosts())
-        costs.observe(drafter, num_together, seconds, DECAY ** (1 / num_sessions))
+        if costs.knows_forwards and not forward:
+            return
+        if forward:
+            num_tokens = forward.num_tokens
+            costs.observe_forward(forward, FORWARD_DECAY ** (1 / num_sessions))
+        costs.observe(drafter, num_tokens, seconds, DECAY ** (1 / num_sessions))
 
     def observe_other(self, is_resting: bool, seconds: float) -> None:
         """Add what the coordinator itself took in a round."""
@@ -166,8 +210,8 @@ class Costs:
 
     @property
     def load(self) -> int:
-        """The level of the target worker's load: powers of two of its sessions."""
-        return self.num_sessions.bit_length()
+        """The level of the target worker's load: its sessions by factors of two, with a power of two amid each."""
+        return (self.num_sessions + self.num_sessions // 2).bit_length()
 
     @property
     def knows_scoring(self) -> bool:
@@ -192,11 +236,11 @@ class Costs:
 
     def score_s(self, num_draft_tokens: float, drafter: str | None = None) -> float:
         """Return the expected seconds of scoring at the current load."""
-        return self._scoring(drafter).predict(self.num_sessions * num_draft_tokens)
+        return self._score[self.load].predict(self.num_sessions * (1 + num_draft_tokens), drafter)
 
     def score_each_s(self, num_draft_tokens: Floats, drafter: str | None = None) -> Floats:
         """Return the expected seconds of scoring at the current load so many draft tokens each."""
-        return self._scoring(drafter).predict_each(self.num_sessions * num_draft_tokens)
+        return self._score[self.load].predict_each(self.num_sessions * (1 + num_draft_tokens), drafter)
 
     def other_s(self, is_resting: bool = False) -> float:
         """Return the seconds that the coordinator itself is expected to take in a round."""
@@ -214,12 +258,9 @@ class Costs:
         scoring = self._score[self.load]
         if scoring.has_measured(drafter):
             return self.score_each_s(num_draft_tokens, drafter) + self.other_s(is_resting=True)
-        return self.plain_s() + self.num_sessions * scoring.of(None).slope() * num_draft_tokens
+        return self.plain_s() + self.num_sessions * scoring.slope(None) * num_draft_tokens
 
     def slope_s(self, drafter: str) -> float:
         """Return the expected seconds of one more draft token of every session, drafted and scored."""
-        score_s = self.num_sessions * self._scoring(drafter).slope()
+        score_s = self.num_sessions * self._score[self.load].slope(drafter)
         return score_s + (self._draft[drafter].slope() if self.has_measured(drafter) else 0.0)
-
-    def _scoring(self, drafter: str | None) -> DecayedLinearFit:
-        return self._score[self.load].of(drafter)

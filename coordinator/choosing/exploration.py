@@ -10,7 +10,10 @@ EXPLORATION_SHARE = 0.01  # of the time
 
 @dataclass(slots=True)
 class Exploration:
-    """Keeps the time that is lost by trying other plans than the best one below a share of all time."""
+    """Keeps the time that is lost by trying other plans than the best one below a share of all time.
+
+    What a trial is expected to lose counts from its beginning: sessions that begin together shall not all try the same.
+    """
 
     share: float = EXPLORATION_SHARE
     _total_s: float = 0.0
@@ -31,12 +34,13 @@ class Exploration:
         """Return the plan whose drafter was tried least recently."""
         return min(plans, key=lambda plan: self._tried.get(plan.drafter, 0), default=None)
 
-    def begin(self, plan: DraftPlan) -> None:
-        """Note a trial."""
+    def begin(self, plan: DraftPlan, loss_s: float) -> None:
+        """Note a trial that is expected to lose so much."""
         self._num_trials += 1
         self._tried[plan.drafter] = self._num_trials
+        self._lost_s = max(0.0, self._lost_s + loss_s)
 
     def observe(self, elapsed_s: float, lost_s: float = 0.0) -> None:
-        """Add a round; `lost_s` is how much longer a trial took than the best plan would have."""
+        """Add a round; `lost_s` is how much longer a trial took than the best plan would have, and than expected."""
         self._total_s += elapsed_s
         self._lost_s = max(0.0, self._lost_s + lost_s)

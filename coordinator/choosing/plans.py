@@ -42,6 +42,14 @@ class Missed:
 
 
 @dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward of the target worker, with the rounds of all its sessions and no prompt."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class RoundOutcome:
     """What a round drafted, accepted and cost."""
 
@@ -54,6 +62,7 @@ class RoundOutcome:
     has_prefill: bool = False  # a worker had to read more than a round's tokens
     other_s: float = 0.0  # what the coordinator itself took
     missed: Missed | None = None
+    forward: Forward | None = None  # in which it was scored; None: not told
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,5 +85,6 @@ class Trial:
 
     plan: DraftPlan
     best: Estimate
+    expected_loss_s: float = 0.0  # that is counted already
     had_prefill: bool = False  # so that it measured no cost
     is_repeated: bool = False

@@ -234,9 +234,11 @@ class EngineLoop(WorkerThread[TaskT]):
             return
         self._num_failed = 0
         forward_s = self._outside.now_s() - began_s
+        num_tokens = self._schedule.num_round_tokens
         self._schedule.note_forward(forward_s)
         for (task, feed), hidden_states in zip(batch, output.hidden_states, strict=True):
             task.timings.forward_s += forward_s
+            task.timings.num_forward_tokens = num_tokens
             task.num_batched = len(batch)
             task.note_fed(feed, hidden_states)
         due = [task for task, _ in batch if not task.tokens and not _is_check(task)]

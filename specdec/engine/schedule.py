@@ -170,6 +170,11 @@ class Schedule(Generic[TaskT]):
         num_without = sum(not self._residency.has(place.task.key) for place in self._waiting)
         return Queue(len(self._residency), num_without, num_tokens, prompt_s)
 
+    @property
+    def num_round_tokens(self) -> int:
+        """Tokens of the last batch; 0 if there is a piece of a prompt in it."""
+        return 0 if self._pieces else self._num_decoding
+
     def note_forward(self, elapsed_s: float) -> None:
         """Take note of what the forward over the last batch took."""
         self._pace.observe_forward(self._num_decoding, self._pieces, elapsed_s, self._outside.now_s())

@@ -39,6 +39,7 @@ class TaskTimes:
     queue_s: float = 0.0  # from arrival to its first forward
     forward_s: float = 0.0  # in the forwards that it took part in
     total_s: float = 0.0  # from arrival to its end
+    num_forward_tokens: int = 0  # of all tasks in the last of these forwards; 0: prompts were read in it
 
 
 class Task(Generic[ResultT]):

@@ -387,4 +387,9 @@ def _logprobs_from_proto(message: target_pb2.PositionLogprobs, support_size: int
 
 def timing_to_proto(timing: Timing) -> types_pb2.Timing:
     """Convert."""
-    return types_pb2.Timing(queue_s=timing.queue_s, forward_s=timing.forward_s, total_s=timing.total_s)
+    return types_pb2.Timing(
+        queue_s=timing.queue_s,
+        forward_s=timing.forward_s,
+        total_s=timing.total_s,
+        num_forward_tokens=timing.num_forward_tokens,
+    )

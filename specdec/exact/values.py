@@ -180,3 +180,4 @@ class Timing:
     queue_s: float = 0.0
     forward_s: float = 0.0
     total_s: float = 0.0
+    num_forward_tokens: int = 0  # of all sessions in its last forward; 0: not known, or prompts were read in it

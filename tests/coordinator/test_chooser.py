@@ -14,7 +14,7 @@ from coordinator.choosing.comparisons import Comparisons, Unused
 from coordinator.choosing.costs import PRIOR_RESTING, Costs
 from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.exploration import Exploration
-from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Missed, RoundOutcome
+from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Forward, Missed, RoundOutcome
 from coordinator.choosing.rest import Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.values import Proposal, SparseDistribution, one_hot
@@ -611,6 +611,63 @@ def test_costs_are_learned_as_a_line() -> None:
     assert costs.score_each_s(np.array([0.0, 4.0, 8.0])) == pytest.approx([1.0, 1.4, 1.8], rel=0.05)
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_what_a_token_costs_is_learned_from_forwards(is_told: bool) -> None:
+    """A round with a draft has waited for others, too. Only the worker knows what of that was its forward."""
+    costs, random = Costs(), np.random.default_rng(3)
+    for _ in range(600):
+        k = int(random.integers(0, 9)) if random.random() < 0.3 else 0
+        num_tokens = 16 + k + int(random.integers(0, 20))  # others draft, too
+        forward = Forward(num_tokens, 1 + 0.05 * num_tokens)
+        waited_s = random.exponential(2.0) if k else 0.0
+        costs.observe_score(k, forward.seconds + waited_s, 16, "a", forward if is_told else None)
+    slope = costs.slope_s("a") / 16
+    assert (slope == pytest.approx(0.05, rel=0.02)) == is_told
+
+
+def test_what_prompts_take_is_no_cost_of_a_round() -> None:
+    """They must be read however others draft: a round beside them must not make drafts look cheap."""
+    costs = Costs()
+    for number in range(400):
+        told = Forward(16, 1.0) if number % 2 else None
+        costs.observe_score(0, 1.0 if told else 3.0, 16, None, told)
+    assert costs.score_s(0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_rest_forgets_no_slope() -> None:
+    """While nobody drafts, all forwards are alike, and say nothing of what a draft token would cost."""
+    costs = Costs()
+    for num_tokens in [16, 48, 24, 32] * 50 + [16] * 2000:
+        costs.observe_score(0, 1 + 0.05 * num_tokens, 16, forward=Forward(num_tokens, 1 + 0.05 * num_tokens))
+    assert costs.score_s(2.0) == pytest.approx(1 + 0.05 * 48, rel=0.1)
+
+
+def test_drafters_wait_differently_for_the_same_forward() -> None:
+    """A round that is scored ahead waits for nobody; another one misses the forward that is running."""
+    costs = Costs()
+    for number in range(400):
+        forward = Forward(8 + number % 5, 1 + 0.1 * (8 + number % 5))
+        costs.observe_score(0, forward.seconds, 8, RESTING_ROUNDS, forward)
+        costs.observe_score(0, 2 * forward.seconds, 8, None, forward)
+    assert costs.score_s(0, RESTING_ROUNDS) == pytest.approx(1.8, rel=0.05)
+    assert costs.score_s(0) == pytest.approx(2 * 2.0 - 2 * 0.1, rel=0.1)
+
+
+def test_sessions_that_begin_together_do_not_all_try() -> None:
+    """What a trial is expected to lose counts at once, and what it has lost instead when that is known."""
+    exploration, plan = Exploration(share=0.01), DraftPlan("a", 4)
+    exploration.observe(1000.0)
+    began = 0
+    while exploration.affords(3.0):
+        exploration.begin(plan, 3.0)
+        began += 1
+    assert began == 3
+    exploration.observe(1.0, 0.0 - 3.0)
+    assert exploration.affords(3.0)
+    exploration.observe(1.0, 5.0)
+    assert not exploration.affords(3.0)
+
+
 class NeverExplores(Exploration):
     """Affords no trial."""
 
@@ -663,14 +720,14 @@ def test_a_slower_machine_prefers_no_unused_plan() -> None:
 
 
 def test_similar_loads_share_what_was_learned() -> None:
-    """Load levels are powers of two of the worker's sessions."""
+    """Load levels are factors of two of the worker's sessions; powers of two lie amid them."""
     shared = SharedStatistics()
     load(shared, 16, 0.5)
     before = shared.costs.score_s(0)
-    shared.costs.observe_score(0, 1.0, 31)
+    shared.costs.observe_score(0, 1.0, 21)
     assert shared.costs.score_s(0) == pytest.approx(before, rel=0.1)
     for _ in range(100):
-        shared.costs.observe_score(0, 9.0, 32)
+        shared.costs.observe_score(0, 9.0, 22)
     assert shared.costs.score_s(0) > 1.5 * before
 
 

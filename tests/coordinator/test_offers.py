@@ -5,7 +5,7 @@ import pytest
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.offers import OFFER
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
-from coordinator.choosing.shared_statistics import OFFERING_SHARE, SharedStatistics
+from coordinator.choosing.shared_statistics import FIRST_SCOUTS, OFFERING_SHARE, SharedStatistics
 from specdec.exact import codec
 from specdec.v1 import target_pb2
 
@@ -126,3 +126,24 @@ def test_an_offer_is_a_draft_of_chosen_tokens() -> None:
     assert (offer.tokens, offer.parents) == ((1, 2, 9), (0, 0, 2))
     assert [each.token_ids for each in offer.distributions] == [(1,), (2,), (9,)]
     assert not codec.offer_from_proto(target_pb2.Offer(), 0, 10)
+
+
+@pytest.mark.parametrize(("num_sessions", "learns"), [(1, True), (16, False)])
+def test_a_busy_target_learns_only_where_offers_promise_something(num_sessions: int, learns: bool) -> None:
+    """What one session learns of each forward, all others wait for; scouts look all the same."""
+    shared = SharedStatistics()
+    for k in SHARED_COSTS:
+        shared.costs.observe_score(k, 1 + SLOPE * num_sessions * k, num_sessions)
+    for _ in range(500):
+        shared.acceptance(OFFER, is_greedy=True).observe(4, 4, (), 1.0)
+    for _ in range(FIRST_SCOUTS):
+        shared.is_scout()
+    chooser = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True, takes_offers=True)
+    offer = chooser.next_round(RESTING, ROOM)
+    assert (offer is not None and offer.learns) == learns
+    scout = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True, takes_offers=True)
+    while not scout._is_scout:
+        scout = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True, takes_offers=True)
+    offered = scout.next_round(RESTING, ROOM)
+    assert offered is not None
+    assert offered.learns

@@ -14,6 +14,7 @@ from prometheus_client import REGISTRY
 
 from coordinator import streams, target
 from coordinator.checks import Checks
+from coordinator.choosing.plans import Forward
 from coordinator.pool.resolving import resolver
 from coordinator.pool.watching import watching
 from coordinator.rounds import ScoreOptions
@@ -409,6 +410,38 @@ async def test_worker_phases_are_measured() -> None:
     async with served(Scripted(answer_with_times)) as workers:
         await workers.open(SESSION, 10).score([1, 2], Proposal())
     assert (seconds("score_queue"), seconds("score_forward")) == (before[0], before[1] + 0.25)
+
+
+IMPOSSIBLE = [
+    {},
+    {"num_forward_tokens": 3},
+    {"num_forward_tokens": 0, "forward_s": 0.25},
+    {"num_forward_tokens": 3, "forward_s": -1.0},
+    {"num_forward_tokens": 3, "forward_s": math.nan},
+    {"num_forward_tokens": 3, "forward_s": math.inf},
+    {"num_forward_tokens": 0xFFFFFFFF, "forward_s": 0.25},
+]
+
+
+@pytest.mark.parametrize(
+    ("timing", "forward"),
+    [({"num_forward_tokens": 3, "forward_s": 0.25}, Forward(3, 0.25)), *((each, None) for each in IMPOSSIBLE)],
+)
+async def test_a_forward_is_learned_from_only_if_it_can_have_been(
+    timing: dict[str, Any], forward: Forward | None
+) -> None:
+    """No number that a worker sends spoils what the coordinator knows of costs."""
+
+    async def answer(requests: Any, context: Any) -> None:
+        async for request in requests:
+            if request.HasField("score"):
+                reply = well_answered(request.score)
+                reply.timing.CopyFrom(types_pb2.Timing(**timing))
+                await context.write(reply)
+
+    async with served(Scripted(answer)) as workers:
+        scored = await workers.open(SESSION, 10).score([1, 2], Proposal())
+    assert scored.forward == forward
 
 
 async def test_a_round_in_progress_does_not_time_out() -> None:

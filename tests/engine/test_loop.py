@@ -212,6 +212,17 @@ async def test_timings_add_up() -> None:
     assert task.timings.queue_s + task.timings.forward_s <= task.timings.total_s
 
 
+async def test_a_task_knows_how_many_tokens_its_forward_had() -> None:
+    """Of all tasks, in the last forward; nothing where prompts were read in it, whose time is no round's."""
+    model, rounds, prompt = ToyModel(), [Generation(key, [1] * 3, 2) for key in "abc"], Generation("p", [1] * 600)
+    async with engine(model) as loop:
+        for tasks, last in ((rounds, 3), ([Generation("d", [2] * 4), prompt], 0)):
+            async with paused_forward(model, loop):
+                futures = await submitted(loop, *tasks)
+            await asyncio.gather(*futures)
+            assert {task.timings.num_forward_tokens for task in tasks} == {last}
+
+
 async def test_stopping_fails_unfinished_tasks() -> None:
     model = ToyModel()
     loop = EngineLoop(model, decode)

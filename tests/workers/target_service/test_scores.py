@@ -30,6 +30,8 @@ async def test_scores_equal_transformers(channel: grpc.aio.Channel, names: Itera
     assert answer.cached_len == len(PROMPT)
     assert answer.timing.forward_s > 0
     assert answer.timing.total_s >= answer.timing.forward_s
+    again = await stream.score(len(PROMPT), [DRAFT[0]], DRAFT[1:], SUPPORTS[1:])
+    assert again.timing.num_forward_tokens == len(DRAFT), "those of the round alone, as nobody else is here"
     assert 0 < answer.load.kv_cache_usage <= 1
 
 
