@@ -7,7 +7,7 @@ token is drawn from the rest. The distributions are taken under the same samplin
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import torch
@@ -213,16 +213,17 @@ class Scorer:
             return
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
         offers = [task.offers for task in tasks]  # now: a task may be told while it runs
-        successors = _successors(scored) if any(offers) else ()
+        spans = _spans(tasks)
+        reports = _reports(scored, offers, spans)
         finite, answers = self._target_distributions(tasks, scored, contexts)
-        for task, rows, told, (begin, end) in zip(tasks, rows_of, offers, _spans(tasks), strict=True):
+        for task, rows, told, report, (begin, end) in zip(tasks, rows_of, offers, reports, spans, strict=True):
             if not all(finite[begin:end]):
                 message = "the model's logits for this session are not finite; restart it, or its worker"
                 task.fail(NonFiniteLogitsError(message))
                 continue
             if told:
                 tokens = [task.round.tokens[-1], *task.round.draft_tokens]
-                told.report(task.round.committed_length, tokens, successors[begin:end])
+                told.report(task.round.committed_length, tokens, report)
             positions = tuple(answers[begin:end])
             task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
         self._when_scored(tasks)
@@ -248,8 +249,19 @@ class Scorer:
         return finite, list(map(TargetDistribution, probs_of, masses, tail_tokens))
 
 
+def _reports(
+    logits: torch.Tensor, offers: Sequence[SessionOffers | None], spans: Sequence[tuple[int, int]]
+) -> list[tuple[bytes, ...]]:
+    """Return each task's most probable tokens by its rows of logits [sum of N + 1, V]; none where nobody is told."""
+    told = [row for each, (begin, end) in zip(offers, spans, strict=True) if each for row in range(begin, end)]
+    rows = logits if len(told) == len(logits) else logits[told]
+    found = iter(_successors(rows) if told else ())
+    counts = [end - begin if each else 0 for each, (begin, end) in zip(offers, spans, strict=True)]
+    return [tuple(islice(found, count)) for count in counts]
+
+
 def _successors(logits: torch.Tensor) -> tuple[bytes, ...]:
-    """Return the most probable tokens by logits [sum of N + 1, V], one entry a row."""
+    """Return the most probable tokens by logits [rows, V], one entry a row."""
     return _bytes_of(top_tokens(logits, min(NUM_SUCCESSORS, logits.shape[-1])).to(torch.int32))
 
 
@@ -283,9 +295,9 @@ def _joined(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
     return whole if sum(map(len, parts)) == len(whole) else torch.cat(list(parts))
 
 
-def _spans(tasks: Iterable[ScoreTask]) -> Iterable[tuple[int, int]]:
+def _spans(tasks: Iterable[ScoreTask]) -> list[tuple[int, int]]:
     """Return where each task's positions begin and end."""
-    return pairwise(accumulate((task.num_positions for task in tasks), initial=0))
+    return list(pairwise(accumulate((task.num_positions for task in tasks), initial=0)))
 
 
 def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

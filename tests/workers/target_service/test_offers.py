@@ -3,15 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+import torch
 
 from specdec.exact import codec
 from specdec.exact.values import Proposal, one_hot
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
+from target_service import scorer
 from target_service.offering import SessionOffers
 from target_service.scorer import Scorer, ScoreTask
 from tests.support.worker_streams import PROMPT, TargetStream, connected_target
@@ -171,3 +173,16 @@ async def test_a_round_may_be_told_to_learn_while_it_is_scored(
     monkeypatch.setattr(Scorer, "_target_distributions", told)
     answer = await answered(TargetStream(channel, next(names), SAMPLINGS["greedy"]), pb.NextRound(plain=True))
     assert answer.cached_len == len(PROMPT)
+
+
+@pytest.mark.parametrize("told", [(True, True, True), (True, False, True), (False, True, False), (False, False, False)])
+def test_sessions_that_learn_are_told_of_their_own_rows(told: tuple[bool, ...]) -> None:
+    """To look at the rows of the others would take all sessions of the forward longer."""
+    logits, spans = torch.randn(6, 100), [(0, 2), (2, 5), (5, 6)]
+    offers = [cast(SessionOffers, object()) if each else None for each in told]
+    reports = scorer._reports(logits, offers, spans)
+    expected = [
+        scorer._successors(logits[begin:end]) if each else () for each, (begin, end) in zip(told, spans, strict=True)
+    ]
+    assert reports == expected
+    assert [len(report) for report in reports] == [each * n for each, n in zip(told, (2, 3, 1), strict=True)]
