@@ -30,6 +30,8 @@ from specdec.types import MAX_DRAFT_TOKENS
 LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, *range(32, MAX_DRAFT_TOKENS + 1, 8)])
 PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
+# of an offer at a busy target: what the target does for it between two forwards, all its sessions wait for
+MIN_BUSY_OFFER_GAIN = 1.1
 # where it promises less than this, a session rests long, and looks at nothing: greedy texts often begin to repeat
 # themselves, and then a draft pays that did not before; drawn ones hardly do
 CLEAR_LOSS, CLEAR_GREEDY_LOSS = 0.95, 0.85
@@ -128,7 +130,7 @@ class PlanChooser:
         """Return what a round promises for which no draft worker is asked: plain, or with what the target offers."""
         plain = Estimate(PLAIN, 1.0, self._costs.plain_s())
         offered = self._offers.best if self._offers else plain
-        return offered if offered.speed > MIN_GAIN * plain.speed else plain
+        return offered if offered.speed > self._min_offer_gain * plain.speed else plain
 
     def next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:
         """Return what the round after a chosen one will draft, so that the target may score it ahead; None: who knows.
@@ -146,16 +148,16 @@ class PlanChooser:
     def _next_offer(self) -> tuple[DraftPlan, bool]:
         """Return what the target shall offer for the next round, and whether it shall learn from this one.
 
-        It offers nothing where that does not pay, and learns nothing where it clearly loses; at a busy target, whose
-        forwards take longer for all while one session learns, where it loses at all.
+        It offers nothing where that does not pay, and learns nothing where it clearly loses; at a busy target, where
+        all wait while one session learns, wherever it does not pay.
         """
         if self._offers is None or not self._costs.knows_scoring:
             return PLAIN, False
         best, plain = self._offers.best, Estimate(PLAIN, 1.0, self._costs.plain_s())
-        least_speed = (1.0 if self._is_busy else self._clear_loss) * plain.speed
+        least_speed = (self._min_offer_gain if self._is_busy else self._clear_loss) * plain.speed
         if best.speed < least_speed and not self._is_scout:
             return PLAIN, False
-        asked = self._offers.next(plain, MIN_GAIN)
+        asked = self._offers.next(plain, self._min_offer_gain)
         if asked is None:
             return PLAIN, True
         return replace(asked.plan, stop_below=min(best.speed * self._costs.slope_s(OFFER), MAX_STOP_BELOW)), True
@@ -168,6 +170,11 @@ class PlanChooser:
         is_plain = plan.drafter is None or (plan.drafter in (LOOKUP, OFFER) and self._best is None)
         is_awake_next = not self._rest.follows and (not self._is_busy or self._trial or plan.drafter == OFFER)
         return is_plain and not is_awake_next
+
+    @property
+    def _min_offer_gain(self) -> float:
+        """The speed-up that an offer must promise."""
+        return MIN_BUSY_OFFER_GAIN if self._is_busy else MIN_GAIN
 
     @property
     def _is_busy(self) -> bool:
