@@ -512,6 +512,23 @@ def test_a_trial_is_repeated_after_a_prefill() -> None:
     assert chooser.choose(ROOM) != trial
 
 
+def test_what_a_trial_loses_counts_once() -> None:
+    """Also where it is repeated: what was expected counts until it is known, and no longer."""
+    shared = SharedStatistics()
+    simulate({"a": Drafter(0.9, 0.1), "b": Drafter(0.1, 0.1)}, shared=shared)
+    shared.exploration.observe(elapsed_s=1e6)
+    chooser = PlanChooser(shared, ["a", "b"], MAXIMUM)
+    trial = next_plan_of("b", chooser)
+    assert chooser._trial is not None
+    expected_s, lost_s = chooser._trial.expected_loss_s, 10.0 - 1 / chooser._trial.best.speed
+    before_s = shared.exploration._lost_s - expected_s
+    assert expected_s > 0
+    for num_trials in (1, 2):
+        chooser.observe(RoundOutcome(trial, 1, (), 9.0, 1.0, has_prefill=num_trials == 1))
+        assert shared.exploration._lost_s == pytest.approx(before_s + num_trials * lost_s, rel=1e-3)
+        chooser.choose(ROOM)
+
+
 def next_plan_of(drafter: str, chooser: PlanChooser) -> DraftPlan:
     """Run rounds until one uses the drafter; return its plan."""
     for _ in range(20):
