@@ -133,8 +133,12 @@ class ScoreCosts:
 
     @property
     def knows_forwards(self) -> bool:
-        """Whether the worker told of enough forwards."""
-        return self._forward.is_trusted
+        """Whether the worker told of enough forwards, and not too long ago."""
+        return self._forward.is_known
+
+    def age_forwards(self, decay: float) -> None:
+        """Let what is known of forwards fade, where the worker told of none."""
+        self._forward.age(decay)
 
     def observe_forward(self, forward: Forward, decay: float) -> None:
         """Add a forward, once for each session in it."""
@@ -192,12 +196,14 @@ class Costs:
 
         `num_sessions` are the target worker's, waiting or in the forward. Where workers tell of forwards, a round
         without one was scored beside prompts: what these took has to be done however it drafts, so that it is no cost.
+        Where all rounds are like that, or older workers took their place, costs are learned from rounds again.
         """
         self.num_sessions = num_sessions
         num_tokens = num_sessions + num_draft_tokens + (num_sessions - 1) * self._mean_drafted
         self._mean_drafted += (num_draft_tokens - self._mean_drafted) / num_sessions
         costs = self._score.setdefault(self.load, ScoreCosts())
         if costs.knows_forwards and not forward:
+            costs.age_forwards(UNUSED_DECAY ** (1 / num_sessions))
             return
         if forward:
             num_tokens = forward.num_tokens

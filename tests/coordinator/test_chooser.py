@@ -499,13 +499,18 @@ def test_a_slow_round_does_not_disable_drafting() -> None:
     assert Counter(plan.drafter for plan in plans[-100:])["a"] > 70
 
 
-def test_a_trial_is_repeated_after_a_prefill() -> None:
-    """The first round at a worker that lacks the text measures no cost."""
+def tries_a_bad_drafter() -> tuple[SharedStatistics, PlanChooser, DraftPlan]:
+    """Return what all sessions know, a session that may try as much as it likes, and its trial."""
     shared = SharedStatistics()
     simulate({"a": Drafter(0.9, 0.1), "b": Drafter(0.1, 0.1)}, shared=shared)
     shared.exploration.observe(elapsed_s=1e6)
     chooser = PlanChooser(shared, ["a", "b"], MAXIMUM)
-    trial = next_plan_of("b", chooser)
+    return shared, chooser, next_plan_of("b", chooser)
+
+
+def test_a_trial_is_repeated_after_a_prefill() -> None:
+    """The first round at a worker that lacks the text measures no cost."""
+    _, chooser, trial = tries_a_bad_drafter()
     chooser.observe(RoundOutcome(trial, 1, (), 9.0, 1.0, has_prefill=True))
     assert chooser.choose(ROOM) == trial
     chooser.observe(RoundOutcome(trial, 1, (), 9.0, 1.0, has_prefill=True))
@@ -514,11 +519,7 @@ def test_a_trial_is_repeated_after_a_prefill() -> None:
 
 def test_what_a_trial_loses_counts_once() -> None:
     """Also where it is repeated: what was expected counts until it is known, and no longer."""
-    shared = SharedStatistics()
-    simulate({"a": Drafter(0.9, 0.1), "b": Drafter(0.1, 0.1)}, shared=shared)
-    shared.exploration.observe(elapsed_s=1e6)
-    chooser = PlanChooser(shared, ["a", "b"], MAXIMUM)
-    trial = next_plan_of("b", chooser)
+    shared, chooser, trial = tries_a_bad_drafter()
     assert chooser._trial is not None
     expected_s, lost_s = chooser._trial.expected_loss_s, 10.0 - 1 / chooser._trial.best.speed
     before_s = shared.exploration._lost_s - expected_s
@@ -649,6 +650,14 @@ def test_what_prompts_take_is_no_cost_of_a_round() -> None:
         told = Forward(16, 1.0) if number % 2 else None
         costs.observe_score(0, 1.0 if told else 3.0, 16, None, told)
     assert costs.score_s(0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_workers_that_tell_of_no_forwards_any_more_are_learned_from() -> None:
+    """Older ones took their place, or prompts are read in each forward: what was known must not stay for ever."""
+    costs = Costs()
+    for number in range(4000):
+        costs.observe_score(0, 1.0 if number < 1000 else 3.0, 2, None, Forward(2, 1.0) if number < 1000 else None)
+    assert costs.score_s(0) == pytest.approx(3.0, rel=0.05)
 
 
 def test_a_rest_forgets_no_slope() -> None:
