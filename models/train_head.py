@@ -6,7 +6,7 @@
 3. It is written in the format in which such heads are published, with a model card.
 
 Each step continues where an interrupted run stopped; delete the folder given as `--work` to begin again. On a GPU the
-states are not kept, but computed again for each batch (`--states`), and several processes can sample at once.
+states are not kept, but computed again for each batch (`--states`), and thousands of answers are under way at once.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from specdec.engine.pretrained import choose_device, text_config
 
 WORK = Path(__file__).parent / "work" / "heads"
 MAX_SAMPLE_TOKENS = 640  # longer ones are cut for training
+AT_ONCE = {"cpu": 96, "cuda": 2048}  # answers under way
 OWN = 0.0  # of the instructions; those of SmolLM2's heads in this repository are half its own (docs/drafters.md)
 
 
-def train(plan: Plan, stores: Sequence[SampleStore]) -> None:
+def train(plan: Plan, store: SampleStore) -> None:
     """Train on the samples, and export. Raises EngineError, ValueError."""
-    samples = _samples(plan, stores)
+    samples = _samples(plan, store)
     if not samples.training or not samples.held_out:
-        num_entries = sum(len(store.entries) for store in stores)
-        raise ValueError(f"{num_entries} answers are too few to train on; raise --tokens or --sampling-minutes")
+        raise ValueError(f"{len(store.entries)} answers are too few to train on; raise --tokens or --sampling-minutes")
     target = load_parts(plan.target, plan.name, _layers(plan)).to(plan.device)
-    fingerprint = stores[0].facts.fingerprint
+    fingerprint = store.facts.fingerprint
     counts = samples.counts(target.vocab_size)
     chosen = counts.topk(min(plan.draft_vocab_size, target.vocab_size)).indices
     torch.manual_seed(SEED)
@@ -58,7 +58,7 @@ def train(plan: Plan, stores: Sequence[SampleStore]) -> None:
     plan.out.mkdir(parents=True, exist_ok=True)
     kind.save(objective.head.cpu(), plan.out, target, plan.with_lm_head)
     coverage = float(counts[chosen].sum() / counts.sum())
-    write_card(plan.out, _card(plan, stores, run, coverage, evaluation))
+    write_card(plan.out, _card(plan, store, run, coverage, evaluation))
     print(f"{plan.out} is ready; serve it: specdec up --target {plan.target} {kind.flag} {plan.out}")
 
 
@@ -66,8 +66,8 @@ def _layers(plan: Plan) -> tuple[int, ...]:
     return state_layers(text_config(str(plan.target)).num_hidden_layers)
 
 
-def _samples(plan: Plan, stores: Sequence[SampleStore]) -> Samples:
-    readers = [store.reader() for store in stores if store.entries]
+def _samples(plan: Plan, store: SampleStore) -> Samples:
+    readers = [store.reader()] if store.entries else []
     if not plan.computes_states:
         return Samples(readers, MAX_SAMPLE_TOKENS, plan.device)
     states = TargetStates(plan.target, _layers(plan), plan.device)
@@ -84,7 +84,7 @@ def _begun(plan: Plan, target: TargetParts, chosen: torch.Tensor) -> Objective:
     return kind.resume(plan.further, target, chosen)
 
 
-def _card(plan: Plan, stores: Sequence[SampleStore], run: Run, coverage: float, evaluation: str) -> Trained:
+def _card(plan: Plan, store: SampleStore, run: Run, coverage: float, evaluation: str) -> Trained:
     kind = KINDS[plan.kind]
     weights = run.objective.head.parameters()
     return Trained(
@@ -92,12 +92,12 @@ def _card(plan: Plan, stores: Sequence[SampleStore], run: Run, coverage: float, 
         paper=kind.paper,
         flag=kind.flag,
         target=plan.name,
-        fingerprint=stores[0].facts.fingerprint,
+        fingerprint=store.facts.fingerprint,
         num_parameters=sum(weight.numel() for weight in weights if weight.requires_grad),
         draft_vocab_size=plan.draft_vocab_size,
         coverage=coverage,
         prompts="passages of text" if plan.texts else "generated instructions",
-        num_tokens=sum(store.num_tokens for store in stores),
+        num_tokens=store.num_tokens,
         num_steps=run.step,
         minutes=run.spent_s / 60,
         hardware=_device_name(plan.device) or hardware(),
@@ -131,12 +131,11 @@ def plan_of(arguments: Sequence[str] | None = None) -> Plan:
         texts=flags.texts,
         own=flags.own,
         further=flags.further,
-        num_at_once=flags.at_once,
+        num_at_once=flags.at_once or AT_ONCE[device.type],
         max_new_tokens=flags.max_new_tokens,
         num_threads=flags.threads,
         with_lm_head=flags.with_lm_head,
         device=device,
-        num_samplers=flags.samplers,
         sampling_minutes=flags.sampling_minutes,
         computes_states=(device.type == "cuda") if flags.states == "auto" else flags.states == "computed",
     )
@@ -158,11 +157,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--texts", nargs="+", default=[], help=f'text files or folders to continue, "{PYTHON}" for Python\'s library')
     add("--own", type=float, default=OWN, help="part of the instructions that the target writes (default: %(default)g)")
     add("--further", type=Path, metavar="HEAD", help="begin with a head that was exported; as many draft tokens")
-    add("--at-once", type=count, default=96, help="answers under way at once (default: %(default)s)")
+    add(
+        "--at-once",
+        type=count,
+        help=f"answers under way at once (default: {AT_ONCE['cpu']}, on a GPU {AT_ONCE['cuda']})",
+    )
     add("--max-new-tokens", type=count, default=200, help="of an answer (default: %(default)s)")
     add("--threads", type=count, default=1, help="of torch (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what computes (default: %(default)s)")
-    add("--samplers", type=count, default=1, help="processes that sample at once (default: %(default)s)")
     add("--sampling-minutes", type=float, default=inf, help="after which sampling ends; 0 takes the samples there are")
     add("--states", choices=("auto", "kept", "computed"), default="auto", help="the target's (auto: computed on a GPU)")
     add("--with-lm-head", action="store_true", help="write the target's output layer too, which some servers expect")

@@ -1,12 +1,11 @@
-"""Sampling for a head: the target answers in one process or in several, each of which fills a store of its own."""
+"""Sampling for a head: the target answers instructions until its store has enough."""
 
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice, repeat
-from pathlib import Path
+from itertools import islice
 
 import torch
 from tqdm import tqdm
@@ -16,36 +15,37 @@ from models.heads.own_instructions import KIND as OWN_KIND
 from models.heads.own_instructions import OwnInstructions
 from models.heads.plan import SEED, Plan
 from models.heads.prompts import from_grammar, from_texts, mixed, read_texts
-from models.heads.samples import Facts, Instruction, Sampler, SampleStore
+from models.heads.samples import Answering, Facts, Instruction, Sampler, SampleStore
+from models.heads.slots import SlotSampler
 from models.heads.target import state_layers
-from specdec.engine import LanguageModel, load_language_model
-from specdec.engine.pretrained import choose_dtype, text_config
+from specdec.engine import EngineError, load_language_model
+from specdec.engine.pretrained import choose_dtype, load_pretrained, text_config
 from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.model_worker import eos_token_ids
 from specdec.serving.tokenizer import load_tokenizer
 
 CACHE_BYTES = 3 << 30  # on a CPU
-GPU_SHARE = 0.75  # of a GPU's memory, for weights and caches of all that sample at once
-MIN_CACHE_BYTES = 1 << 28
+GPU_SHARE = 0.6  # of a GPU's memory, for the engine's cache where slots cannot be
+MAX_PROMPT_TOKENS = 256  # of what is asked in slots: with the answer, what a slot holds
 PASSAGE_TOKENS = (32, 256)
 MAX_OWN_TOKENS = 160  # of an instruction that the target writes
 NO_STATES = ()
+ANSWER, INSTRUCTION = "answer", "instruction"  # what a sampler writes
 
 
-def collect(plan: Plan) -> list[SampleStore]:
-    """Let the target answer until there are enough samples, or the time is up; return all stores of this target.
+def collect(plan: Plan) -> SampleStore:
+    """Let the target answer until the store has enough samples, or the time is up; return it.
 
     Raises EngineError, ValueError.
     """
     facts = _facts(plan)
-    missing = plan.num_tokens - sum(store.num_tokens for store in _stores(plan, facts))
-    if missing > 0 and plan.sampling_minutes > 0:
-        share = -(-missing // plan.num_samplers)
-        if plan.num_samplers == 1 and plan.device.type == "cpu":
-            _sample(plan, facts, share, SEED)
+    store = _store(plan, facts)
+    if store.num_tokens < plan.num_tokens and plan.sampling_minutes > 0:
+        if plan.device.type == "cpu":
+            _sample(plan, facts)
         else:
-            _sample_aside(plan, facts, share)
-    return _stores(plan, facts)
+            _sample_aside(plan, facts)
+    return _store(plan, facts)
 
 
 def _facts(plan: Plan) -> Facts:
@@ -56,60 +56,76 @@ def _facts(plan: Plan) -> Facts:
     return Facts(fingerprint, layers, config.hidden_size)
 
 
-def _folder(plan: Plan, facts: Facts) -> Path:
-    """Return the folder of the first store; the others have its name and their seed."""
-    return plan.work / f"{'samples' if facts.layers else 'texts'}-{facts.fingerprint[:16]}"
+def _store(plan: Plan, facts: Facts) -> SampleStore:
+    return SampleStore(plan.work / f"{'samples' if facts.layers else 'texts'}-{facts.fingerprint[:16]}", facts)
 
 
-def _stores(plan: Plan, facts: Facts) -> list[SampleStore]:
-    """Open every store that there is, also those of processes that sampled before."""
-    first = _folder(plan, facts)
-    return [SampleStore(folder, facts) for folder in sorted(plan.work.glob(f"{first.name}*"))]
+def _sample_aside(plan: Plan, facts: Facts) -> None:
+    """Sample in a process of its own, which leaves a GPU's memory behind when it ends; none outlives a fork."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        processes.submit(_sample, plan, facts).result()
 
 
-def _sample_aside(plan: Plan, facts: Facts, num_tokens: int) -> None:
-    """Sample in processes of their own, which leave a GPU's memory behind when they end; none outlives a fork."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(plan.num_samplers, context) as processes:
-        list(processes.map(_sample, repeat(plan), repeat(facts), repeat(num_tokens), plan.seeds))
-
-
-def _sample(plan: Plan, facts: Facts, num_tokens: int, seed: int) -> None:
-    """Let the target answer in this process until its store has so many tokens more, or the time is up."""
+def _sample(plan: Plan, facts: Facts) -> None:
+    """Let the target answer in this process until the store has enough, or the time is up."""
     torch.set_num_threads(plan.num_threads)
-    first = _folder(plan, facts)
-    store = SampleStore(first if seed == SEED else first.with_name(f"{first.name}-{seed}"), facts)
+    store = _store(plan, facts)
     end_s = time.monotonic() + 60 * plan.sampling_minutes
-    model = load_language_model(str(plan.target), device=plan.device.type, kv_cache_bytes=_cache_bytes(plan))
-    sampler = Sampler(model, facts.layers, eos_token_ids(plan.target), plan.max_new_tokens, seed + len(store.entries))
-    instructions = _instructions(plan, model, seed, store)
-    wanted = store.num_tokens + num_tokens
-    with tqdm(total=wanted, initial=store.num_tokens, unit="tokens", desc="the target answers") as bar:
+    answering = _in_slots(plan) if plan.device.type == "cuda" and not facts.layers else _by_the_engine(plan, facts)
+    instructions = _instructions(plan, answering, store)
+    sampler = answering(ANSWER, plan.max_new_tokens, SEED + len(store.entries))
+    with tqdm(total=plan.num_tokens, initial=store.num_tokens, unit="tokens", desc="the target answers") as bar:
         for instruction, tokens, states in sampler.answers(instructions, plan.num_at_once):
             store.append(instruction.kind, instruction.temperature, len(instruction.tokens), tokens, states)
             bar.update(len(tokens))
-            if store.num_tokens >= wanted or time.monotonic() > end_s:
+            if store.num_tokens >= plan.num_tokens or time.monotonic() > end_s:
                 return
 
 
-def _cache_bytes(plan: Plan) -> int:
-    """Return the bytes of one process's cache; the model's files are about as large as its weights are there."""
-    if plan.device.type == "cpu":
-        return CACHE_BYTES
-    total = torch.cuda.get_device_properties(plan.device).total_memory
-    weights = sum(file.stat().st_size for file in plan.target.glob("*.safetensors"))
-    return max(MIN_CACHE_BYTES, int(GPU_SHARE * total) // plan.num_samplers - weights)
+MakeSampler = Callable[[str, int, int], Answering]
+"""Gives what answers, by a name, the most new tokens of an answer, and a seed."""
 
 
-def _instructions(plan: Plan, model: LanguageModel, seed: int, store: SampleStore) -> Iterator[Instruction]:
+def _in_slots(plan: Plan) -> MakeSampler:
+    """Answer in slots on a GPU; by the engine where the target's layers do not fit there."""
+    model = load_pretrained(str(plan.target), plan.device, "auto")
+    ends = eos_token_ids(plan.target)
+
+    def made(_name: str, max_new_tokens: int, seed: int) -> Answering:
+        return SlotSampler(model, ends, max_new_tokens, MAX_PROMPT_TOKENS + max_new_tokens, seed)
+
+    try:
+        made(ANSWER, plan.max_new_tokens, SEED)
+    except EngineError as error:
+        tqdm.write(f"{error}; the engine samples instead, which takes longer")
+        return _by_the_engine(plan, Facts("", NO_STATES, 0))
+    return made
+
+
+def _by_the_engine(plan: Plan, facts: Facts) -> MakeSampler:
+    """Answer by the engine that serves the target, which gives its states too."""
+    cache_bytes = CACHE_BYTES
+    if plan.device.type == "cuda":
+        cache_bytes = int(GPU_SHARE * torch.cuda.get_device_properties(plan.device).total_memory)
+    model = load_language_model(str(plan.target), device=plan.device.type, kv_cache_bytes=cache_bytes)
+    ends = eos_token_ids(plan.target)
+
+    def made(name: str, max_new_tokens: int, seed: int) -> Answering:
+        layers = facts.layers if name == ANSWER else NO_STATES
+        return Sampler(model, layers, ends, max_new_tokens, seed, name)
+
+    return made
+
+
+def _instructions(plan: Plan, answering: MakeSampler, store: SampleStore) -> Iterator[Instruction]:
     """Yield what is asked, endlessly, after what the store has answers to."""
     tokenizer, template = load_tokenizer(str(plan.target)), load_chat_template(plan.target)
     num_ours = sum(entry.kind != OWN_KIND for entry in store.entries)
     if plan.texts:
-        return islice(from_texts(tokenizer, read_texts(plan.texts), *PASSAGE_TOKENS, seed), num_ours, None)
-    ours = islice(from_grammar(tokenizer, template, seed), num_ours, None)
+        return islice(from_texts(tokenizer, read_texts(plan.texts), *PASSAGE_TOKENS, SEED), num_ours, None)
+    ours = islice(from_grammar(tokenizer, template, SEED), num_ours, None)
     if template is None or plan.own == 0:
         return ours
     seed = random.getrandbits(32)  # so that it does not write what it wrote before an interruption
-    sampler = Sampler(model, NO_STATES, eos_token_ids(plan.target), MAX_OWN_TOKENS, seed, "instruction")
+    sampler = answering(INSTRUCTION, MAX_OWN_TOKENS, seed)
     return mixed(ours, OwnInstructions(tokenizer, template).written(sampler, plan.num_at_once), plan.own)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from coordinator.chat import ChatTemplate
 from models.heads.prompts import TEMPERATURES
-from models.heads.samples import Instruction, Sampler
+from models.heads.samples import Answering, Instruction
 from models.instructions import held_out_prompts, word_runs
 
 KIND = "own"
@@ -39,7 +39,7 @@ class OwnInstructions:
         self._seen: set[str] = set()
         self._forbidden = {run for prompt in held_out_prompts() for run in word_runs(prompt)}
 
-    def written(self, sampler: Sampler, num_at_once: int) -> Iterator[Instruction]:
+    def written(self, sampler: Answering, num_at_once: int) -> Iterator[Instruction]:
         """Yield instructions, endlessly, half of them to be answered greedily; the sampler writes `num_at_once`."""
         temperatures = cycle(TEMPERATURES)
         for beginning, tokens, _ in sampler.answers(cycle(self._beginnings), num_at_once):

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 SEED = 1
-SEEDS_APART = 1_000_000  # of one sampling process from the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,5 @@ class Plan:
     num_threads: int
     with_lm_head: bool
     device: torch.device
-    num_samplers: int
     sampling_minutes: float
     computes_states: bool  # of the target, for each batch, instead of keeping them
-
-    @property
-    def seeds(self) -> Sequence[int]:
-        """The seed of each process that samples."""
-        return [SEED + SEEDS_APART * number for number in range(self.num_samplers)]

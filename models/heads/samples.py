@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -150,6 +150,16 @@ class Instruction:
     kind: str
     temperature: float
     tokens: list[int]
+
+
+class Answering(Protocol):
+    """What lets a target answer."""
+
+    def answers(
+        self, instructions: Iterator[Instruction], num_at_once: int
+    ) -> Iterator[tuple[Instruction, list[int], bytes]]:
+        """Yield each instruction with all tokens of prompt and answer, and their states [num_tokens, layers, H]."""
+        ...
 
 
 @dataclass(slots=True)

@@ -53,6 +53,9 @@ class TargetStates:
         model = load_pretrained(str(folder), device, "auto")
         if getattr(model, "_supports_sdpa", False):
             model.set_attn_implementation("sdpa")  # never holds the scores of whole texts
+            torch.backends.cuda.enable_cudnn_sdp(
+                False
+            )  # it plans anew for each length, which takes longer than to attend
         self._model = model.base_model
         self._layers = tuple(layers)
 

@@ -17,7 +17,7 @@ from models.heads.objective import Agreement, Objective, total
 MATRICES_RATE, OTHERS_RATE = 0.02, 0.004  # peak learning rates: of Muon, and of AdamW
 WARM_UP_STEPS = 10
 HOLD = 0.3  # part of the budget; then the rates fall linearly to zero
-BATCH_TOKENS = {"cpu": 4096, "cuda": 16_384}  # prompts included
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32_768}  # prompts included
 HELD_OUT_TOKENS = 20_000  # of each temperature, to measure on
 EVALUATION_S = 300.0
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from coordinator.chat import ChatTemplate
@@ -18,11 +19,12 @@ from models.heads.batches import Batch, Samples
 from models.heads.kinds import KINDS
 from models.heads.own_instructions import OwnInstructions
 from models.heads.prompts import from_grammar, from_texts, mixed, read_texts
-from models.heads.samples import Facts, Instruction, Sampler, SampleStore
+from models.heads.samples import Answering, Facts, Instruction, Sampler, SampleStore
+from models.heads.slots import SlotSampler
 from models.heads.target import TargetParts, TargetStates, load_parts, state_layers
 from models.train_head import main
 from specdec import AsyncClient, SamplingParams, SpeculationParams
-from specdec.engine import load_language_model
+from specdec.engine import EngineError, load_language_model
 from specdec.heads.dflash import DFlashHead
 from specdec.heads.eagle3 import Eagle3Head
 from specdec.heads.formats.dflash import load_dflash
@@ -107,6 +109,76 @@ def test_states_are_those_of_transformers(target: Path) -> None:
         torch.testing.assert_close(found.float(), torch.stack((hidden[1][0], hidden[3][0]), 1), rtol=2e-2, atol=2e-2)
 
 
+# ---- sampling in slots, as on a GPU
+
+
+def transformers_model(folder: Path) -> Any:
+    """Return the target as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def mixed_lengths(count: int, temperature: float = 0.0) -> list[Instruction]:
+    """Return prompts of different lengths."""
+    return [Instruction("text", temperature, [1 + number, 7, *[3] * (number % 5)]) for number in range(count)]
+
+
+@pytest.mark.parametrize("num_at_once", [1, 4, 30])
+def test_greedy_answers_in_slots_equal_generate(target: Path, num_at_once: int) -> None:
+    sampler = SlotSampler(transformers_model(target), (), 9, 64, seed=0)
+    reference = transformers_model(target)
+    answers = list(sampler.answers(iter(mixed_lengths(13)), num_at_once))
+    assert sorted(asked.tokens for asked, _, _ in answers) == sorted(asked.tokens for asked in mixed_lengths(13))
+    for asked, tokens, states in answers:
+        prompt = torch.tensor([asked.tokens])
+        expected = reference.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=None)
+        assert tokens == expected[0].tolist()
+        assert states == b""
+
+
+def test_answers_in_slots_end_with_the_end_token_or_with_the_slot(target: Path) -> None:
+    prompts = mixed_lengths(3)
+    free = {tuple(asked.tokens): tokens for asked, tokens, _ in slot_answers(target, prompts, ends=(), max_tokens=64)}
+    end = free[tuple(prompts[0].tokens)][6]
+    for asked, tokens, _ in slot_answers(target, prompts, ends=(end, 10**6), max_tokens=64):
+        whole, begin = free[tuple(asked.tokens)], len(asked.tokens)
+        assert tokens == (whole[: whole.index(end, begin) + 1] if end in whole[begin:] else whole)
+    for asked, tokens, _ in slot_answers(target, prompts, ends=(), max_tokens=8):
+        assert tokens == free[tuple(asked.tokens)][:8]
+    assert not slot_answers(target, [Instruction("text", 0.0, [5] * 8)], ends=(), max_tokens=8), "no room for an answer"
+
+
+def slot_answers(
+    target: Path, prompts: list[Instruction], ends: tuple[int, ...], max_tokens: int
+) -> list[tuple[Instruction, list[int], bytes]]:
+    """Return the answers to prompts, two at once."""
+    return list(SlotSampler(transformers_model(target), ends, 9, max_tokens, seed=0).answers(iter(prompts), 2))
+
+
+def test_sampled_tokens_in_slots_have_the_targets_distribution(target: Path) -> None:
+    model = transformers_model(target)
+    prompt = Instruction("text", 1.0, [5, 7, 3])
+    answers = SlotSampler(model, (), 1, 8, seed=1).answers(iter([prompt] * 4000), 500)
+    with torch.no_grad():
+        reference = transformers_model(target)(torch.tensor([prompt.tokens])).logits[0, -1]
+    probs = reference.softmax(dim=-1).double().numpy()
+    counts = np.bincount([tokens[-1] for _, tokens, _ in answers], minlength=len(probs))
+    frequent = probs * 4000 >= 5
+    seen = np.append(counts[frequent], counts[~frequent].sum())
+    expected = 4000 * np.append(probs[frequent], probs[~frequent].sum())
+    assert counts.sum() == 4000
+    assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss"])
+def test_models_that_do_not_attend_to_everything_are_not_sampled_in_slots(architecture: str, tmp_path: Path) -> None:
+    model = transformers_model(build(architecture, tmp_path))
+    with pytest.raises(EngineError, match="cannot be sampled in slots"):
+        SlotSampler(model, (), 9, 64, seed=0)
+
+
+# ---- stores
+
+
 def test_answers_end_with_the_end_token(target: Path) -> None:
     model = load_language_model(str(target), dtype="float32", kv_cache_bytes=1 << 22)
     [(_, free, _)] = Sampler(model, (1,), (), 9, seed=0).answers(iter(greedy(1)), num_at_once=1)
@@ -189,9 +261,15 @@ def own() -> OwnInstructions:
     return OwnInstructions(load_tokenizer(str(DEMO_TARGET)), template)
 
 
-def test_a_target_writes_its_own_instructions(own: OwnInstructions) -> None:
-    model, tokenizer = load_language_model(str(DEMO_TARGET), kv_cache_bytes=1 << 26), load_tokenizer(str(DEMO_TARGET))
-    sampler = Sampler(model, (0,), [0], 12, seed=1, name="instruction")
+@pytest.mark.parametrize("in_slots", [False, True])
+def test_a_target_writes_its_own_instructions(own: OwnInstructions, in_slots: bool) -> None:
+    tokenizer = load_tokenizer(str(DEMO_TARGET))
+    sampler: Answering
+    if in_slots:
+        sampler = SlotSampler(transformers_model(DEMO_TARGET), [0], 12, 64, seed=1)
+    else:
+        model = load_language_model(str(DEMO_TARGET), kv_cache_bytes=1 << 26)
+        sampler = Sampler(model, (0,), [0], 12, seed=1, name="instruction")
     written = list(islice(own.written(sampler, 4), 20))
     assert {instruction.temperature for instruction in written} == {0.0, 1.0}
     texts = {tokenizer.decode(instruction.tokens) for instruction in written}
@@ -364,16 +442,6 @@ def test_training_continues_where_it_stopped(target: Path, tmp_path: Path, capsy
         steps.append(int(capsys.readouterr().out.split("step ")[-1].split(",")[0]))
     assert 0 < steps[0] < steps[1]
     assert len(list(tmp_path.glob("samples-*/index.jsonl"))) == 1
-
-
-def test_several_processes_sample(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--target", str(target), "--kind", "medusa", "--work", str(tmp_path), "--samplers", "2", *SMALL]
-    main([*arguments, "--minutes", "0.01"])
-    main([*arguments, "--minutes", "0.02"])
-    assert capsys.readouterr().out.count("is ready") == 2
-    one, other = (file.read_bytes() for file in sorted(tmp_path.glob("samples-*/tokens.bin")))
-    assert one[: len(other)] != other[: len(one)], "greedy answers to one prompt agree, sampled ones do not"
-    assert all(1500 <= len(tokens) // 4 < 1600 for tokens in (one, other)), "half each, and no more the second time"
 
 
 def test_nothing_is_kept_of_states_that_are_computed(target: Path, tmp_path: Path) -> None:
