@@ -160,7 +160,8 @@ class PlanChooser:
         asked = self._offers.next(plain, self._min_offer_gain)
         if asked is None:
             return PLAIN, True
-        return replace(asked.plan, stop_below=min(best.speed * self._costs.slope_s(OFFER), MAX_STOP_BELOW)), True
+        slope_s = self._costs.slope_s(OFFER, self._offers.num_drafted(asked.plan.num_draft_tokens))
+        return replace(asked.plan, stop_below=min(best.speed * slope_s, MAX_STOP_BELOW)), True
 
     def expects_plain_after(self, plan: DraftPlan) -> bool:
         """Return whether the round after a chosen one will be plain, unless it looks something up.
@@ -310,7 +311,8 @@ class PlanChooser:
         """Return a plan with what another draft token costs, in tokens that the best plan yields in that time."""
         if plan.drafter is None or self._is_fixed:
             return plan
-        stop_below = min(best.speed * self._costs.slope_s(plan.drafter), MAX_STOP_BELOW)
+        num_drafted = float(self._acceptance[plan.drafter].expected_drafted()[plan.num_draft_tokens])
+        stop_below = min(best.speed * self._costs.slope_s(plan.drafter, num_drafted), MAX_STOP_BELOW)
         return replace(plan, stop_below=stop_below, fallback=plan.fallback and self._priced(plan.fallback, best))
 
     def _tried(self, best: Estimate, losses: Mapping[DraftPlan, float]) -> DraftPlan | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.choosing.forward_costs import ForwardCosts
 from coordinator.choosing.plans import Forward
 
 RESTING = ""  # in place of a drafter's name: rounds of sessions that rest, which are faster than other plain ones
@@ -14,7 +15,6 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 
 DECAY = 0.95  # of an observation's weight, a round
-FORWARD_DECAY = 0.998  # and a forward: what one more token costs in it changes little
 PRIOR_RESTING = 0.65  # of an awake round's seconds, at a load at which no session has rested: too little, so one will
 UNUSED_DECAY = 0.99  # of a drafter's costs, a round that could have used it and did not
 FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 350 to 600 rounds after the last observation
@@ -98,38 +98,54 @@ def _score_fit() -> DecayedLinearFit:
 
 
 @dataclass(slots=True)
+class RoundFits:
+    """Rounds of one drafter: their seconds by tokens in the forward, and by the seconds expected of that forward."""
+
+    by_tokens: DecayedLinearFit = field(default_factory=_score_fit)
+    by_forward: DecayedLinearFit = field(default_factory=_score_fit)  # a second more takes a second more
+
+
+@dataclass(slots=True)
 class ScoreCosts:
     """Seconds of scoring at one load by tokens in the forward, those of all sessions.
 
     Of all rounds, and by drafter: a drafter at work may slow the target down, and a round that was not scored ahead
-    waits for the forward that is running. What one more token costs is the same for all of them, and it is learned from
+    waits for the forward that is running. What more tokens cost is the same for all of them, and it is learned from
     the forwards themselves: a round's own time says it badly, as it has waited for others too.
     """
 
-    _forward: DecayedLinearFit = field(default_factory=_score_fit)  # as the worker measures it
-    _all: DecayedLinearFit = field(default_factory=_score_fit)
-    _by_drafter: dict[str | None, DecayedLinearFit] = field(default_factory=dict)  # None: rounds without a draft
+    _forward: ForwardCosts = field(default_factory=ForwardCosts)  # as the worker measures it
+    _all: RoundFits = field(default_factory=RoundFits)
+    _by_drafter: dict[str | None, RoundFits] = field(default_factory=dict)  # None: rounds without a draft
 
     def predict(self, num_tokens: float, drafter: str | None) -> float:
         """Return the expected seconds of a drafter's round."""
-        return self._of(drafter).predict(num_tokens, self.slope(drafter))
+        fits = self._of(drafter)
+        if self.knows_forwards and fits.by_forward.is_trusted:
+            return fits.by_forward.predict(self._forward.predict(num_tokens), slope=1.0)
+        return fits.by_tokens.predict(num_tokens)
 
     def predict_each(self, num_tokens: Floats, drafter: str | None) -> Floats:
         """Return the expected seconds of rounds with so many tokens each in the forward."""
-        return self._of(drafter).predict_each(num_tokens, self.slope(drafter))
+        fits = self._of(drafter)
+        if self.knows_forwards and fits.by_forward.is_trusted:
+            return fits.by_forward.predict_each(self._forward.predict_each(num_tokens), slope=1.0)
+        return fits.by_tokens.predict_each(num_tokens)
 
-    def slope(self, drafter: str | None) -> float:
-        """Return the expected seconds of one more token in the forward."""
-        return (self._forward if self.knows_forwards else self._of(drafter)).slope()
+    def added_each(self, num_tokens: float, num_more: Floats, drafter: str | None) -> Floats:
+        """Return the expected seconds that so many more tokens each take in a forward of `num_tokens`."""
+        if self.knows_forwards:
+            return self._forward.predict_each(num_tokens + num_more) - self._forward.predict(num_tokens)
+        return self._of(drafter).by_tokens.slope() * num_more
 
-    def _of(self, drafter: str | None) -> DecayedLinearFit:
-        """Return the fit of a drafter's rounds, that of all rounds while those are too few."""
-        fit = self._by_drafter.get(drafter)
-        return fit if fit and fit.is_trusted else self._all
+    def _of(self, drafter: str | None) -> RoundFits:
+        """Return the fits of a drafter's rounds, those of all rounds while they are too few."""
+        fits = self._by_drafter.get(drafter)
+        return fits if fits and fits.by_tokens.is_trusted else self._all
 
     def has_measured(self, drafter: str | None) -> bool:
         """Whether a drafter's rounds were scored often enough."""
-        return drafter in self._by_drafter and self._by_drafter[drafter].is_trusted
+        return drafter in self._by_drafter and self._by_drafter[drafter].by_tokens.is_trusted
 
     @property
     def knows_forwards(self) -> bool:
@@ -140,20 +156,25 @@ class ScoreCosts:
         """Let what is known of forwards fade, where the worker told of none."""
         self._forward.age(decay)
 
-    def observe_forward(self, forward: Forward, decay: float) -> None:
-        """Add a forward, once for each session in it."""
-        self._forward.observe(forward.num_tokens, forward.seconds, decay)
+    def observe(
+        self, drafter: str | None, num_tokens: float, seconds: float, weight: float, forward: Forward | None
+    ) -> None:
+        """Add one round, and its forward where the worker told of that: the part of it that is one session's.
 
-    def observe(self, drafter: str | None, num_tokens: float, seconds: float, decay: float) -> None:
-        """Add one round. A round that was slower than expected makes those of other drafters expected slower, too."""
-        own = self._by_drafter.setdefault(drafter, _score_fit())
-        if own.is_trusted:
-            ratio = min(seconds / own.predict(num_tokens, self.slope(drafter)), MAX_OUTLIER)
-            for fit in self._by_drafter.values():
-                if fit is not own:
-                    fit.scale(1 + (1 - decay) * (ratio - 1))
-        own.observe(num_tokens, seconds, decay)
-        self._all.observe(num_tokens, seconds, decay)
+        A round that was slower than expected makes those of other drafters expected slower, too.
+        """
+        decay, own = DECAY**weight, self._by_drafter.setdefault(drafter, RoundFits())
+        if own.by_tokens.is_trusted:
+            ratio = min(seconds / self.predict(num_tokens, drafter), MAX_OUTLIER)
+            for fits in self._by_drafter.values():
+                if fits is not own:
+                    fits.by_tokens.scale(1 + (1 - decay) * (ratio - 1))
+        if forward:
+            self._forward.observe(forward, weight)
+        for fits in (own, self._all):
+            fits.by_tokens.observe(num_tokens, seconds, decay)
+            if forward:
+                fits.by_forward.observe(self._forward.predict(num_tokens), seconds, decay)
 
 
 @dataclass(slots=True)
@@ -207,8 +228,7 @@ class Costs:
             return
         if forward:
             num_tokens = forward.num_tokens
-            costs.observe_forward(forward, FORWARD_DECAY ** (1 / num_sessions))
-        costs.observe(drafter, num_tokens, seconds, DECAY ** (1 / num_sessions))
+        costs.observe(drafter, num_tokens, seconds, 1 / num_sessions, forward)
 
     def observe_other(self, is_resting: bool, seconds: float) -> None:
         """Add what the coordinator itself took in a round."""
@@ -264,9 +284,14 @@ class Costs:
         scoring = self._score[self.load]
         if scoring.has_measured(drafter):
             return self.score_each_s(num_draft_tokens, drafter) + self.other_s(is_resting=True)
-        return self.plain_s() + self.num_sessions * scoring.slope(None) * num_draft_tokens
+        return self.plain_s() + scoring.added_each(self.num_sessions, self.num_sessions * num_draft_tokens, None)
 
-    def slope_s(self, drafter: str) -> float:
-        """Return the expected seconds of one more draft token of every session, drafted and scored."""
-        score_s = self.num_sessions * self._score[self.load].slope(drafter)
-        return score_s + (self._draft[drafter].slope() if self.has_measured(drafter) else 0.0)
+    def slope_s(self, drafter: str, num_draft_tokens: float) -> float:
+        """Return the expected seconds of one more draft token of every session, drafted and scored.
+
+        It is the mean of the second half of so many draft tokens: the first ones are drafted in any case.
+        """
+        half = max(num_draft_tokens, 1) / 2
+        num_tokens = self.num_sessions * (1 + half)
+        (added_s,) = self._score[self.load].added_each(num_tokens, np.array([self.num_sessions * half]), drafter)
+        return float(added_s) / half + (self._draft[drafter].slope() if self.has_measured(drafter) else 0.0)

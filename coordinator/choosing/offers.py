@@ -39,6 +39,10 @@ class Offers:
             self._load, self._age = self._costs.load, 0
         return self._best
 
+    def num_drafted(self, num_asked: int) -> float:
+        """Return how many draft tokens are expected where so many are asked for."""
+        return float(self._acceptance.expected_drafted()[num_asked])
+
     def next(self, plain: Estimate, min_gain: float) -> Estimate | None:
         """Return what is asked for: the best offer or a longer one, or none where plain decoding promises more.
 

@@ -633,14 +633,16 @@ def test_costs_are_learned_as_a_line() -> None:
 def test_what_a_token_costs_is_learned_from_forwards(is_told: bool) -> None:
     """A round with a draft has waited for others, too. Only the worker knows what of that was its forward."""
     costs, random = Costs(), np.random.default_rng(3)
-    for _ in range(600):
+    slopes = []
+    for number in range(4000):
         k = int(random.integers(0, 9)) if random.random() < 0.3 else 0
         num_tokens = 16 + k + int(random.integers(0, 20))  # others draft, too
         forward = Forward(num_tokens, 1 + 0.05 * num_tokens)
         waited_s = random.exponential(2.0) if k else 0.0
         costs.observe_score(k, forward.seconds + waited_s, 16, "a", forward if is_told else None)
-    slope = costs.slope_s("a") / 16
-    assert (slope == pytest.approx(0.05, rel=0.02)) == is_told
+        if number >= 2000:
+            slopes.append(costs.slope_s("a", 4) / 16)
+    assert (max(slopes) < 0.055 and min(slopes) > 0.045) == is_told
 
 
 def test_what_prompts_take_is_no_cost_of_a_round() -> None:
