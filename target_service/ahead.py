@@ -75,7 +75,7 @@ class Following:
         if task.offers is None or not self.next_round.num_offered:
             return Outlook(emitted)
         has_head = self.head is not None and self.head.is_worth(task.timings.forward_s)
-        head_draft = task.offers.head_draft(text, self.next_round) if has_head else None
+        head_draft = task.offers.head_draft(text, self.lookup, self.next_round) if has_head else None
         return Outlook(emitted, text=text, head_draft=head_draft)
 
     def offered(self, task: ScoreTask, outlook: Outlook, drafted: Proposal) -> Outlook:

@@ -1,6 +1,7 @@
 """What the target worker drafts itself for rounds that it scores ahead, and offers to the coordinator.
 
-A head of its own drafts it, if the worker has one (`own_head.py`) and the states before the text's end were observed.
+A head of its own drafts it, if the worker has one (`own_head.py`) and the states before the text's end were observed;
+what followed earlier occurrences of the text's end joins its tree.
 Else it needs no model, no training and no message: after each token of a round the worker knows which tokens the target
 found most probable there, and remembers them (Luo et al. 2024, "Token Recycling"). A tree joins these successors with
 what followed earlier occurrences of the text's end. A session's own reports come first; a greedy one then reads those
@@ -12,7 +13,7 @@ draws from then on.
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from specdec.drafting.candidate_tree import Continuation, grow, reach
+from specdec.drafting.candidate_tree import Continuation, grow, most_promising, no_successors, reach
 from specdec.drafting.successors import SessionSuccessors, SharedTable, unpacked
 from specdec.exact.lookup import NextRound, TextLookup, following
 from specdec.exact.values import Proposal
@@ -70,28 +71,36 @@ class SessionOffers:
         if states is not None:
             self._states = self._states.followed_by(states) if self._states else states
 
-    def head_draft(self, text: Sequence[int], next_round: NextRound) -> HeadDraft | None:
+    def head_draft(self, text: Sequence[int], lookup: TextLookup, next_round: NextRound) -> HeadDraft | None:
         """Return what the worker's own head is to draft after a text; None without states."""
         states, count = self._states, _count(text, next_round)
         if states is None or states.end != len(text) - 1 or not count:
             return None
         self._states = None
-        return HeadDraft(self._session, text, states, count)
+        found = most_promising(
+            _continuations(text, lookup, count), text[-1], no_successors, count, next_round.stop_below
+        )
+        return HeadDraft(self._session, text, states, count, next_round.stop_below, found)
 
     def draft(self, text: Sequence[int], lookup: TextLookup, next_round: NextRound) -> Proposal:
         """Return a tree of draft tokens after a text, of what was seen in it."""
         count = _count(text, next_round)
-        continuations = [
-            Continuation(following(text, match, reach(match.num_tokens, count)), match.num_tokens)
-            for match in lookup.matches(text)
-        ]
-        return grow(continuations, text[-1], self._successors, count, next_round.stop_below)
+        found = _continuations(text, lookup, count)
+        return grow(found, text[-1], self._successors, count, next_round.stop_below)
 
     def _successors(self, token: int) -> Sequence[int]:
         report = self._own.of(token)
         if report is None and self._table and self._reads_table:
             report = self._table.of(token)
         return unpacked(report) if report else ()
+
+
+def _continuations(text: Sequence[int], lookup: TextLookup, count: int) -> list[Continuation]:
+    """Return what followed earlier occurrences of a text's end."""
+    return [
+        Continuation(following(text, match, reach(match.num_tokens, count)), match.num_tokens)
+        for match in lookup.matches(text)
+    ]
 
 
 def _count(text: Sequence[int], next_round: NextRound) -> int:

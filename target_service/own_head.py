@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specdec.drafting.candidate_tree import Guesses
 from specdec.drafting.request import DraftRequest
 from specdec.exact.prefix import num_equal
 from specdec.exact.values import Observations, Proposal
@@ -59,6 +60,8 @@ class HeadDraft:
     text: Sequence[int]
     states: States  # those that the head was not given before
     count: int
+    stop_below: float = 0.0  # the chance to be accepted below which a token is not worth its place
+    guesses: Guesses = Guesses()  # noqa: RUF009  # immutable; what followed the text's end before
 
 
 class OwnHead:
@@ -101,7 +104,9 @@ class OwnHead:
     def _begun(self, asked: HeadDraft) -> HeadRound:
         held = self._runner.sessions.open(asked.session.key)
         num_known = num_equal(held.tokens, asked.text)
-        request = DraftRequest(num_known, asked.text[num_known:], asked.count, Observations(asked.states.start))
+        observed = Observations(asked.states.start)
+        new_tokens = asked.text[num_known:]
+        request = DraftRequest(num_known, new_tokens, asked.count, observed, asked.stop_below, guesses=asked.guesses)
         begun: HeadRound = self._runner.new_round(asked.session, request, asked.states.rows)
         begun.held = held
         begun.held.update(request, self._runner.num_ahead)

@@ -30,6 +30,19 @@ class Continuation(NamedTuple):
     num_matching: int  # tokens in common before it
 
 
+class Guesses(NamedTuple):
+    """A tree of candidates, best first, each with its chance to be accepted; N of each."""
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()  # positions, see specdec/exact/tree.py
+    chances: Sequence[float] = ()
+
+    @property
+    def proposal(self) -> Proposal:
+        """The same tree as it is proposed."""
+        return Proposal(tuple(self.tokens), tuple(map(one_hot, self.tokens)), tuple(self.parents))
+
+
 class Candidate(NamedTuple):
     """A token that may follow a position of the tree."""
 
@@ -70,13 +83,21 @@ def candidates(continuations: Iterable[Continuation], depth: int, successors: Se
 def grow(
     continuations: list[Continuation], last: int, successors: Successors, num_tokens: int, stop_below: float = 0.0
 ) -> Proposal:
-    """Return the tree of the `num_tokens` most promising candidates after a text that ends with `last`.
+    """Return the tree of the `num_tokens` most promising candidates, as `most_promising` finds them."""
+    return most_promising(continuations, last, successors, num_tokens, stop_below).proposal
+
+
+def most_promising(
+    continuations: list[Continuation], last: int, successors: Successors, num_tokens: int, stop_below: float = 0.0
+) -> Guesses:
+    """Return the `num_tokens` most promising candidates after a text that ends with `last`.
 
     Candidates with a chance below `stop_below` are left out, so that a tree is large where much of it will be accepted.
     Siblings are in the order of their chances, candidates of equal chance in the order in which they were found.
     """
     tokens: list[int] = []
     parents: list[int] = []
+    chances: list[float] = []
     waiting: list[tuple[float, int, int, int, Candidate]] = []  # least: -chance, order of arrival, parent, depth
     num_found, min_chance = 0, max(MIN_CHANCE, stop_below)
 
@@ -92,5 +113,6 @@ def grow(
         negative, _, parent, depth, candidate = heappop(waiting)
         tokens.append(candidate.token)
         parents.append(parent)
+        chances.append(-negative)
         find(len(tokens), depth + 1, -negative, candidate.token, candidate.continuations)
-    return Proposal(tuple(tokens), tuple(map(one_hot, tokens)), tuple(parents))
+    return Guesses(tokens, parents, chances)

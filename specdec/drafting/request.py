@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec.drafting.candidate_tree import Guesses
 from specdec.exact.values import Observations
 
 
@@ -16,6 +17,7 @@ class DraftRequest:
     observations: Observations | None = None  # at committed tokens, where the drafter asked for them; may be lost
     stop_below: float = 0.0  # it may stop before a token with less chance of being accepted, decided before the draw
     prefix_digest: bytes | None = None  # of the first `start` tokens, to be proved; None: a request of the worker's own
+    guesses: Guesses = Guesses()  # noqa: RUF009  # immutable; what is known without a model, to be joined with its own
 
     @property
     def committed_length(self) -> int:

@@ -31,7 +31,9 @@ def _end_chosen(rounds: Sequence[HeadRound], logits: torch.Tensor, predictions: 
         if any(math.isnan(row[0]) for row in probs[own]):
             one.fail_not_finite()
         else:
-            one.finish(best_paths(tokens[own], probs[own], one.num_draft_tokens))
+            request = one.request
+            found = best_paths(tokens[own], probs[own], one.num_draft_tokens, request.stop_below, request.guesses)
+            one.finish(found)
 
 
 def _rankings(one: HeadRound, num_depths: int) -> list[SamplingContext]:

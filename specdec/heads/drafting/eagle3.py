@@ -93,7 +93,7 @@ class Eagle3Round(HeadRound):
     def __init__(self, session: WorkerSession, request: DraftRequest, states: torch.Tensor | None, draws: bool) -> None:
         super().__init__(session, request, states)
         self.chain = DrawnChain(session, request) if draws else None
-        self.candidates = Candidates(request.num_draft_tokens)
+        self.candidates = Candidates(request.num_draft_tokens, request.stop_below, request.guesses)
         self.pairs: Pairs | None = None  # to be computed
         self.expanded = [0]  # positions to predict after; 0: the root
         self.outputs: torch.Tensor | None = None  # [len(expanded), hidden_size], the layer's at these positions

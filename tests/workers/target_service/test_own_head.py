@@ -12,8 +12,9 @@ import pytest_asyncio
 import torch
 
 from benchmarks.random_heads import save_heads
+from specdec.drafting.candidate_tree import Guesses
 from specdec.engine import EngineError
-from specdec.exact.lookup import NextRound
+from specdec.exact.lookup import NextRound, TextLookup
 from specdec.exact.values import ObservationRequest, Proposal, one_hot
 from specdec.heads.drafting.loading import HeadParts, load_runner
 from specdec.heads.formats.target import target_folder
@@ -317,14 +318,14 @@ def test_the_head_reads_its_layers_at_committed_tokens_alone() -> None:
 
 def test_the_head_drafts_from_the_states_at_the_end_of_the_text() -> None:
     offers, text, asked_for = SessionOffers(head_session(), None), list(range(10)), NextRound(num_offered=4)
-    assert offers.head_draft(text, asked_for) is None
+    assert offers.head_draft(text, TextLookup(), asked_for) is None
     offers.observe(5, states(3, 4))
-    assert offers.head_draft(text, asked_for) is None, "states before the last token are missing"
+    assert offers.head_draft(text, TextLookup(), asked_for) is None, "states before the last token are missing"
     offers.observe(8, states(7, 2))
-    drafted = offers.head_draft(text, asked_for)
+    drafted = offers.head_draft(text, TextLookup(), asked_for)
     assert drafted is not None
     assert (drafted.states.start, drafted.states.end, drafted.count) == (3, 9, 4)
-    assert offers.head_draft(text, asked_for) is None, "it has them now"
+    assert offers.head_draft(text, TextLookup(), asked_for) is None, "it has them now"
 
 
 def test_states_of_rounds_that_are_taken_back_go() -> None:
@@ -332,17 +333,48 @@ def test_states_of_rounds_that_are_taken_back_go() -> None:
     offers, asked_for = SessionOffers(head_session(), None), NextRound(num_offered=4)
     offers.observe(5, states(3, 6))
     offers.observe(6, None)
-    assert offers.head_draft(list(range(10)), asked_for) is None
-    drafted = offers.head_draft(list(range(7)), asked_for)
+    assert offers.head_draft(list(range(10)), TextLookup(), asked_for) is None
+    drafted = offers.head_draft(list(range(7)), TextLookup(), asked_for)
     assert drafted is not None
     assert (drafted.states.start, drafted.states.end) == (3, 6)
+
+
+def test_what_followed_the_texts_end_before_joins_the_heads_tree() -> None:
+    text = [5, 6, 7, 8, 9, 1, 2, 5, 6, 7]
+    offers = SessionOffers(head_session(), None)
+    offers.observe(8, states(3, 6))
+    drafted = offers.head_draft(text, TextLookup(), NextRound(num_offered=3, stop_below=0.02))
+    assert drafted is not None
+    assert (drafted.guesses.tokens, drafted.guesses.parents) == ([8, 9, 1], [0, 1, 2])
+    assert 1 > drafted.guesses.chances[0] > drafted.guesses.chances[1] > drafted.guesses.chances[2] > 0.02
+    assert drafted.stop_below == 0.02
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_guesses_are_drafted_beside_what_the_head_finds(kind: str, model_folder: Path, heads: dict[str, Path]) -> None:
+    target, device = target_folder(str(model_folder)), torch.device("cpu")
+    head = OwnHead(load_runner(kind, HeadParts(str(heads[kind]), target, 300, device, torch.float32, 1 << 24)))
+    rows = torch.randn(9, len(head.layers), target.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def drafted(number: int, guesses: Guesses, stop_below: float = 0.0) -> Proposal:
+        asked = HeadDraft(head_session(f"{number}"), list(range(10)), States(0, rows), 6, stop_below, guesses)
+        (proposal,) = head.draft([asked])
+        return proposal
+
+    alone = drafted(1, Guesses())
+    joined = drafted(2, Guesses([250, 251], [0, 1], [0.9, 0.8]))
+    assert joined.tokens[:2] == (250, 251)
+    assert joined.parents[:2] == (0, 1)
+    assert set(joined.tokens[2:]) & set(alone.tokens)
+    assert len(joined.tokens) == 6
+    assert drafted(3, Guesses([250], [0], [0.9]), stop_below=0.99) == Proposal()
 
 
 def test_an_offer_is_never_larger_than_the_text_may_grow() -> None:
     for max_length, count in ((9, 0), (11, 0), (12, 1), (99, 4)):
         offers = SessionOffers(head_session(), None)
         offers.observe(8, states(3, 6))
-        drafted = offers.head_draft(list(range(10)), NextRound(num_offered=4, max_length=max_length))
+        drafted = offers.head_draft(list(range(10)), TextLookup(), NextRound(num_offered=4, max_length=max_length))
         assert (drafted.count if drafted else 0) == count
 
 
