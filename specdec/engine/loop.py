@@ -19,7 +19,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class EngineLoop(WorkerThread[TaskT]):
         self._processor = processor
         self._outside = outside
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens, turn_s, outside)
+        self._followers: SimpleQueue[tuple[TaskT, TaskT]] = SimpleQueue()  # of tasks, each after one before it
         self._forgotten: set[str] = set()
         self._numbers = itertools.count(1)  # of tasks, as they arrive
         self._num_put, self._num_taken = 0, 0  # tasks, into the inbox and out of it
@@ -114,7 +115,8 @@ class EngineLoop(WorkerThread[TaskT]):
         """
         task.follows = True
         self._submit(task)
-        self._call(lambda: self._follow(previous, task))
+        self._followers.put((previous, task))
+        self._call(self._take_followers)
 
     def drop(self, task: TaskT) -> None:
         """Give up a task that nobody awaits. Returns at once."""
@@ -187,11 +189,14 @@ class EngineLoop(WorkerThread[TaskT]):
     def _drop(self, task: TaskT) -> None:
         task.submission.abandoned = True
 
-    def _follow(self, previous: TaskT, task: TaskT) -> None:
-        if previous.state is TaskState.ENDED:
-            self._begin_after(previous, task)
-        else:
-            previous.following = task
+    def _take_followers(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                previous, task = self._followers.get_nowait()
+                if previous.state is TaskState.ENDED:
+                    self._begin_after(previous, task)
+                else:
+                    previous.following = task
 
     def _begin_after(self, previous: Task[Any], task: Task[Any]) -> None:
         """Let a task arrive, unless what it follows has failed, its session is over, or it is not wanted after all."""
@@ -242,6 +247,7 @@ class EngineLoop(WorkerThread[TaskT]):
             task.num_batched = len(batch)
             task.note_fed(feed, hidden_states)
         due = [task for task, _ in batch if not task.tokens and not _is_check(task)]
+        self._take_followers()  # that came during the forward: the processor may look at what follows
         if due:
             self._process(due, output.logits)
 
