@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from specdec.engine.attention import AttentionOptions, current_attention
 from specdec.engine.compiled import CompiledPlan
-from specdec.engine.compiled_layers import LayerParts, ModelParts, NormParts, compiled_layers
+from specdec.engine.compiled_layers import compiled_layers
 from specdec.engine.decoder import DecoderOutput, Indices, PackedRow, ReplaceLinear, on_device
+from specdec.engine.layer_structs import LayerParts, ModelParts, NormParts
 from specdec.engine.linear import pack_linears, try_prepack
 
 FUSED_ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}

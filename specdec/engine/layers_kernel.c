@@ -29,6 +29,20 @@ typedef struct {
     int64_t is_bf16, lanes, has_tiles;
 } Model;
 
+// Tokens in a row whose keys and values have a place of their own.
+typedef struct {
+    char *keys, *values;  // as a Layer's
+    int64_t first, count;
+} Group;
+
+// How a head of one layer reads pairs: a token's embedding, under the layer's attention_norm, beside a state.
+typedef struct {
+    Norm state_norm;
+    int64_t adds_to_normalised;  // the layer adds to the normalised states, else to the states
+    const char *states;          // [num_tokens, width]
+    char *outputs;               // [num_tokens, width], the layer's
+} Pairs;
+
 // The new tokens of all sequences, and what is wanted of them.
 typedef struct {
     const int64_t *tokens, *positions, *slots;  // [num_tokens]; slots: where keys and values go
@@ -80,6 +94,7 @@ static int64_t divide(const Model *model, int64_t num_tokens, char *memory, Room
         const Layer *layer = model->layers + number;
         wide = larger_of(wide, larger_of(layer->to_heads.num_out, layer->to_mlp.num_out));
         narrow = larger_of(narrow, larger_of(layer->from_heads.num_in, layer->from_mlp.num_in));
+        narrow = larger_of(narrow, layer->to_heads.num_in);
         const Weight *weights[4] = {&layer->to_heads, &layer->from_heads, &layer->to_mlp, &layer->from_mlp};
         for (int index = 0; index < 4; index++)
             products = larger_of(products, specdec_product_room(weights[index], num_tokens));
@@ -96,19 +111,21 @@ static int64_t divide(const Model *model, int64_t num_tokens, char *memory, Room
     return num_bytes + specdec_room(&attention);
 }
 
-// Store the new keys and values, and attend: from `wide` to `narrow`.
-static void attend(const Model *model, const Layer *layer, const Forward *forward, const Room *room)
+// Store the new keys and values of a group of tokens, and attend: from `wide` to `narrow`.
+static void attend(const Model *model, const Layer *layer, const Forward *forward, const Group *group, const Room *room)
 {
     const int64_t size = model->is_bf16 ? 2 : 4, num_bytes = model->num_kv_heads * model->head_size * size;
     Attention attention = attention_of(model, layer);
-    const int64_t stride = attention.query_stride * size;
-    const char *keys = room->wide + model->num_heads * model->head_size * size;
-    specdec_store(layer->keys, keys, stride, forward->slots, forward->num_tokens, num_bytes);
-    specdec_store(layer->values, keys + num_bytes, stride, forward->slots, forward->num_tokens, num_bytes);
+    const int64_t stride = attention.query_stride * size, *slots = forward->slots + group->first;
+    const char *keys = room->wide + model->num_heads * model->head_size * size + group->first * stride;
+    specdec_store(group->keys, keys, stride, slots, group->count, num_bytes);
+    specdec_store(group->values, keys + num_bytes, stride, slots, group->count, num_bytes);
+    attention.keys = group->keys;
+    attention.values = group->values;
     attention.query = room->wide;
     attention.output = room->narrow;
     attention.slots = forward->paths;
-    specdec_attend(&attention, forward->rows, forward->num_tokens, room->attention);
+    specdec_attend(&attention, forward->rows + group->first, group->count, room->attention);
 }
 
 // Copy the observed rows if the next hidden state that is wanted is that before layer `number`; return how many it was.
@@ -154,5 +171,19 @@ void specdec_forward(const Model *model, const Forward *forward, char *memory)
         forward_16(model, forward, &room);
     else
         forward_8(model, forward, &room);
+#endif
+}
+
+// Run a head of one layer over pairs of several texts, each a group; `memory` as for a forward of so many tokens.
+void specdec_pairs(const Model *model, const Pairs *pairs, const Forward *forward, const Group *groups, int64_t num_groups,
+                   char *memory)
+{
+    Room room;
+    divide(model, forward->num_tokens, memory, &room);
+#ifdef HAS_VERSIONS
+    if (model->lanes == 16)
+        pairs_16(model, pairs, forward, groups, num_groups, &room);
+    else
+        pairs_8(model, pairs, forward, groups, num_groups, &room);
 #endif
 }

@@ -95,15 +95,14 @@ static ALWAYS_INLINE void NAME(gate)(const void *both, void *gated, int64_t num_
         }
 }
 
-// Add to `hidden` what a layer's attention gives, then what its MLP gives.
-static ALWAYS_INLINE void NAME(run_layer)(const Model *model, const Layer *layer, const Forward *forward, const Room *room,
-                                          const int is_bf16)
+// Add to `hidden` what a layer's attention gives, from its products in `wide` on, then what its MLP gives.
+static ALWAYS_INLINE void NAME(finish_layer)(const Model *model, const Layer *layer, const Forward *forward,
+                                             const Group *groups, int64_t num_groups, const Room *room, const int is_bf16)
 {
     const int64_t count = forward->num_tokens, width = model->width;
-    NAME(normalise_rows)(&layer->attention_norm, room->hidden, room->rows, count, width, is_bf16);
-    specdec_multiply(&layer->to_heads, room->rows, room->wide, count, room->products);
     NAME(turn_heads)(model, layer, forward, room->wide, is_bf16);
-    attend(model, layer, forward, room);
+    for (int64_t group = 0; group < num_groups; group++)
+        attend(model, layer, forward, groups + group, room);
     specdec_multiply(&layer->from_heads, room->narrow, room->rows, count, room->products);
     NAME(add)(room->hidden, room->rows, count * width, is_bf16);
     NAME(normalise_rows)(&layer->mlp_norm, room->hidden, room->rows, count, width, is_bf16);
@@ -111,6 +110,15 @@ static ALWAYS_INLINE void NAME(run_layer)(const Model *model, const Layer *layer
     NAME(gate)(room->wide, room->narrow, count, layer->from_mlp.num_in, is_bf16);
     specdec_multiply(&layer->from_mlp, room->narrow, room->rows, count, room->products);
     NAME(add)(room->hidden, room->rows, count * width, is_bf16);
+}
+
+static ALWAYS_INLINE void NAME(run_layer)(const Model *model, const Layer *layer, const Forward *forward, const Room *room,
+                                          const int is_bf16)
+{
+    const Group whole = {layer->keys, layer->values, 0, forward->num_tokens};
+    NAME(normalise_rows)(&layer->attention_norm, room->hidden, room->rows, forward->num_tokens, model->width, is_bf16);
+    specdec_multiply(&layer->to_heads, room->rows, room->wide, forward->num_tokens, room->products);
+    NAME(finish_layer)(model, layer, forward, &whole, 1, room, is_bf16);
 }
 
 static ALWAYS_INLINE void NAME(run)(const Model *model, const Forward *forward, const Room *room, const int is_bf16)
@@ -139,6 +147,35 @@ static void NAME(forward)(const Model *model, const Forward *forward, const Room
         NAME(run)(model, forward, room, 1);
     else
         NAME(run)(model, forward, room, 0);
+}
+
+static ALWAYS_INLINE void NAME(run_pairs)(const Model *model, const Pairs *pairs, const Forward *forward,
+                                          const Group *groups, int64_t num_groups, const Room *room, const int is_bf16)
+{
+    const Layer *layer = model->layers;
+    const int64_t count = forward->num_tokens, width = model->width, num_bytes = width * (is_bf16 ? 2 : 4);
+    for (int64_t token = 0; token < count; token++) {
+        const int64_t pair = 2 * token * width;
+        NAME(normalise)(&layer->attention_norm, layer->attention_norm.weight, model->embeddings, forward->tokens[token] * width,
+                        room->narrow, pair, width, is_bf16);
+        NAME(normalise)(&pairs->state_norm, pairs->state_norm.weight, pairs->states, token * width, room->narrow, pair + width,
+                        width, is_bf16);
+        const char *kept = pairs->adds_to_normalised ? room->narrow + 2 * token * num_bytes + num_bytes
+                                                     : pairs->states + token * num_bytes;
+        memcpy(room->hidden + token * num_bytes, kept, (size_t)num_bytes);
+    }
+    specdec_multiply(&layer->to_heads, room->narrow, room->wide, count, room->products);
+    NAME(finish_layer)(model, layer, forward, groups, num_groups, room, is_bf16);
+    memcpy(pairs->outputs, room->hidden, (size_t)(count * num_bytes));
+}
+
+static void NAME(pairs)(const Model *model, const Pairs *pairs, const Forward *forward, const Group *groups,
+                        int64_t num_groups, const Room *room)
+{
+    if (model->is_bf16)
+        NAME(run_pairs)(model, pairs, forward, groups, num_groups, room, 1);
+    else
+        NAME(run_pairs)(model, pairs, forward, groups, num_groups, room, 0);
 }
 
 #undef FLOATS

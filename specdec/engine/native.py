@@ -36,6 +36,7 @@ def kernels() -> ctypes.CDLL | None:
         "product_room": (number, [_POINTER, number]),
         "forward_room": (number, [_POINTER, number]),
         "forward": (None, [_POINTER, _POINTER, _POINTER]),
+        "pairs": (None, [_POINTER, _POINTER, _POINTER, _POINTER, number, _POINTER]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"specdec_{name}")

@@ -13,6 +13,7 @@ import torch
 
 from specdec.drafting.request import DraftRequest
 from specdec.engine import Quantization
+from specdec.engine.compiled_pairs import CompiledPairs, TextPairs
 from specdec.exact.values import ObservationRequest, SparseDistribution
 from specdec.heads.drafting.fast import AngleTable, FastLayer, Heads, Norm, attend, joined
 from specdec.heads.drafting.kept import KeptKeys
@@ -39,6 +40,10 @@ class FastEagle3:
         self._input_norm = Norm(head.input_norm) if head.input_norm is not None else None
         self.embeddings = head.embed_tokens.weight
         self._angles = AngleTable(head.rotary, self.embeddings)
+        parts, one = self._layer.parts, self._normalises_residual
+        self._compiled = (  # None where a part of the layer has no kernel of ours
+            CompiledPairs(parts, self.embeddings, self._state_norm.parts, one) if parts.has_kernels else None
+        )
 
     def new_keys(self) -> KeptKeys:
         """Return room for one session's keys and values."""
@@ -53,19 +58,33 @@ class FastEagle3:
         rows: torch.Tensor = self._fc(self._input_norm(flat) if self._input_norm else flat)
         return rows
 
-    def project(
-        self, tokens: Sequence[int], states: torch.Tensor, positions: Sequence[int]
-    ) -> tuple[Heads, torch.Tensor]:
-        """Return projections and residual [N, hidden_size] of pairs of states [N, hidden_size] and tokens."""
+    def run(self, states: torch.Tensor, rounds: Sequence["Eagle3Round"]) -> torch.Tensor:
+        """Return the layer's outputs [N, hidden_size] at the pairs of all rounds, and keep their keys and values.
+
+        `states` [N, hidden_size] stand beside the pairs' tokens.
+        """
+        pairs = [one.pairs for one in rounds if one.pairs]
+        tokens = [token for each in pairs for token in each.tokens]
+        positions = [position for each in pairs for position in each.positions]
+        if self._compiled is None:
+            return self._run_in_steps(tokens, positions, states, rounds)
+        texts = [_text_pairs(one, each) for one, each in zip(rounds, pairs, strict=True)]
+        return self._compiled(tokens, positions, states, self._angles.covering(positions), texts)
+
+    def _run_in_steps(
+        self, tokens: list[int], positions: list[int], states: torch.Tensor, rounds: Sequence["Eagle3Round"]
+    ) -> torch.Tensor:
         embedded = self.embeddings[torch.tensor(tokens, device=self.embeddings.device)]
         normalised = self._state_norm(states)
         rows = torch.cat((self._layer.input_norm(embedded), normalised), dim=-1)
         heads = self._layer.project(rows, self._angles.at(positions))
-        return heads, normalised if self._normalises_residual else states
-
-    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output [N, hidden_size]."""
-        return self._layer.finish(residual, attended)
+        attended, begin = [], 0
+        for one in rounds:
+            if one.pairs:
+                part = Heads(*(rows[begin : begin + len(one.pairs)] for rows in heads))
+                attended.append(_attended(one, one.pairs, part))
+                begin += len(one.pairs)
+        return self._layer.finish(normalised if self._normalises_residual else states, torch.cat(attended))
 
     def predict(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits [N, draft_vocab_size] and the next pairs' states from the layer's output [N, hidden_size]."""
@@ -80,8 +99,12 @@ class Pairs:
     tokens: list[int]
     positions: list[int]
     states: torch.Tensor  # [N, layers, target_hidden_size], the target's, or [N, hidden_size], the head's own
-    mask: torch.Tensor | None  # bool [N, entries]: what each sees; None: everything
-    is_observed: bool
+    seen: list[list[int]] | None = None  # scratch entries that each sees; None: observed ones, which see those before
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether the states are the target's."""
+        return self.seen is None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -120,7 +143,7 @@ class Eagle3Round(HeadRound):
         if positions:
             states = self.states[torch.tensor([position - start for position in positions])]
             next_tokens = [tokens[position + 1] for position in positions]
-            self.pairs = Pairs(next_tokens, positions, states, _causal(len(held.kept), len(positions)), True)
+            self.pairs = Pairs(next_tokens, positions, states)
 
     def note_computed(self, outputs: torch.Tensor) -> None:
         """Take the outputs [N, hidden_size] of `pairs`, whose keys are written."""
@@ -155,17 +178,22 @@ class Eagle3Round(HeadRound):
             self._seen[position] = [*self._seen[parent], entry]
         places = [self.root + len(self._seen[position]) for position in positions]
         self.expanded, self.outputs = positions, None
-        self.pairs = Pairs(tokens, places, states, self._mask(positions), False)
+        self.pairs = Pairs(tokens, places, states, [self._seen[position] for position in positions])
 
-    def _mask(self, positions: list[int]) -> torch.Tensor | None:
-        num_kept, num_scratch = len(self.held.kept), self._num_scratch + len(positions)
-        if len(positions) == 1 and len(self._seen[positions[0]]) == num_scratch:
-            return None
-        mask = np.zeros((len(positions), num_kept + num_scratch), np.bool_)
-        mask[:, :num_kept] = True
-        for row, position in enumerate(positions):
-            mask[row, [num_kept + entry for entry in self._seen[position]]] = True
-        return torch.from_numpy(mask)
+
+def _mask(one: Eagle3Round, pairs: Pairs) -> torch.Tensor | None:
+    """Return what each of a round's pairs sees, bool [N, entries]; None: everything."""
+    num_kept, count = len(one.held.kept), len(pairs)
+    if pairs.seen is None:
+        return _causal(num_kept, count)
+    num_scratch = one.num_entries - num_kept + count
+    if count == 1 and len(pairs.seen[0]) == num_scratch:
+        return None
+    mask = np.zeros((count, num_kept + num_scratch), np.bool_)
+    mask[:, :num_kept] = True
+    for row, entries in enumerate(pairs.seen):
+        mask[row, [num_kept + entry for entry in entries]] = True
+    return torch.from_numpy(mask)
 
 
 def _causal(num_before: int, count: int) -> torch.Tensor | None:
@@ -220,15 +248,7 @@ class Eagle3Runner:
         observed = [each.states for each in pairs if each.is_observed]
         own = [each.states for each in pairs if not each.is_observed]
         states = torch.cat(([self._network.joined_states(torch.cat(observed))] if observed else []) + own)
-        tokens = [token for each in pairs for token in each.tokens]
-        positions = [position for each in pairs for position in each.positions]
-        heads, residual = self._network.project(tokens, states, positions)
-        attended, begin = [], 0
-        for one, each in zip(rounds, pairs, strict=True):
-            part = Heads(*(rows[begin : begin + len(each)] for rows in heads))
-            attended.append(_attended(one, each, part))
-            begin += len(each)
-        outputs = self._network.finish(residual, torch.cat(attended))
+        outputs = self._network.run(states, rounds)
         for one, rows in zip(rounds, torch.split(outputs, [len(each) for each in pairs]), strict=True):
             one.note_computed(rows)
 
@@ -259,8 +279,19 @@ def _attended(one: Eagle3Round, pairs: Pairs, heads: Heads) -> torch.Tensor:
     kept.reserve(begin - len(kept) + len(pairs))
     kept.write(0, begin, heads.key, heads.value)
     keys, values = kept.read(0, begin + len(pairs))
-    mask = None if pairs.mask is None else pairs.mask.to(keys.device)
-    return attend(heads.query, keys, values, mask)
+    mask = _mask(one, pairs)
+    return attend(heads.query, keys, values, None if mask is None else mask.to(keys.device))
+
+
+def _text_pairs(one: Eagle3Round, pairs: Pairs) -> TextPairs:
+    """Make room for the keys of a round's pairs, and return what the compiled layer reads of them."""
+    kept, begin, count = one.held.kept, one.num_entries, len(pairs)
+    num_kept = len(kept)
+    kept.reserve(begin - num_kept + count)
+    if pairs.seen is None:
+        return TextPairs(*kept.storage(0), begin, range(begin + 1, begin + count + 1), [()] * count)
+    others = [[num_kept + entry for entry in entries] for entries in pairs.seen]
+    return TextPairs(*kept.storage(0), begin, [num_kept] * count, others)
 
 
 def _draw(one: Eagle3Round, distribution: SparseDistribution, state: torch.Tensor) -> None:

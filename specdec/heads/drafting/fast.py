@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from specdec.engine import Quantization
+from specdec.engine.layer_structs import LayerParts, NormParts
 from specdec.engine.linear import try_prepack
 from specdec.engine.quantized import try_quantize
 from specdec.heads.layers import Layer, Rotary
@@ -48,6 +49,11 @@ class Norm:
         mirrored = torch.cat((rows, -rows), dim=-1)
         return functional.layer_norm(mirrored, self._twice.shape, self._twice, None, self._eps)[..., : rows.shape[-1]]
 
+    @property
+    def parts(self) -> NormParts:
+        """What it is made of."""
+        return NormParts(self._weight, self._eps)
+
 
 class AngleTable:
     """The angles of all positions so far, computed once."""
@@ -58,12 +64,16 @@ class AngleTable:
 
     def at(self, positions: Sequence[int]) -> Angles:
         """Return the angles of positions [N]."""
+        places = torch.tensor(positions, dtype=torch.long, device=self._like.device)
+        cosine, sine = self.covering(positions).index_select(0, places).unbind(1)
+        return cosine, sine
+
+    def covering(self, positions: Sequence[int]) -> torch.Tensor:
+        """Return the angles of all positions from 0 on, these among them, [positions, 2, 1, head_size]."""
         end = max(positions, default=0) + 1
         if end > len(self._table):
             self._extend(max(MIN_POSITIONS, 2 * end))
-        places = torch.tensor(positions, dtype=torch.long, device=self._like.device)
-        cosine, sine = self._table.index_select(0, places).unbind(1)
-        return cosine, sine
+        return self._table
 
     def _extend(self, num_positions: int) -> None:
         cos, sin = self._rotary(torch.arange(num_positions, device=self._like.device))
@@ -89,6 +99,25 @@ class FastLayer:
             joined(mlp.down_proj, quantization=quantization),
         )
         self._activation: Any = mlp._activation
+
+    @property
+    def parts(self) -> LayerParts:
+        """What it is made of."""
+        return LayerParts(
+            to_heads=self._to_heads,
+            from_heads=self._from_heads,
+            to_mlp=self._to_mlp,
+            from_mlp=self._from_mlp,
+            attention_norm=self.input_norm.parts,
+            mlp_norm=self._mlp_norm.parts,
+            head_norm=NormParts(*self._head_norms) if self._head_norms else None,
+            activation=type(self._activation).__name__,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scaling=self.head_size**-0.5,
+            window=None,
+        )
 
     def project(self, rows: torch.Tensor, angles: Angles) -> Heads:
         """Project normalised rows [N, input_size]."""

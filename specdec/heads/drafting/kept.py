@@ -12,7 +12,7 @@ class KeptKeys:
 
     def __init__(self, num_layers: int, num_kv_heads: int, head_size: int, like: torch.Tensor) -> None:
         self.positions: list[int] = []  # of kept entries
-        self._content = like.new_empty(num_layers, 2, num_kv_heads, 0, head_size)
+        self._content = like.new_empty(num_layers, 2, 0, num_kv_heads, head_size)
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -29,23 +29,28 @@ class KeptKeys:
 
     def reserve(self, num_entries: int) -> None:
         """Make room for entries behind those kept."""
-        needed, capacity = len(self) + num_entries, self._content.shape[3]
+        needed, capacity = len(self) + num_entries, self._content.shape[2]
         if needed > capacity:
             grown = list(self._content.shape)
-            grown[3] = max(MIN_CAPACITY, 2 * needed)
+            grown[2] = max(MIN_CAPACITY, 2 * needed)
             content = self._content.new_empty(grown)
-            content[:, :, :, :capacity] = self._content
+            content[:, :, :capacity] = self._content
             self._content = content
 
     def write(self, layer: int, begin: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write keys and values [N, kv_heads, head_size] of the entries from `begin` on; there must be room."""
         end = begin + len(key)
-        self._content[layer, 0, :, begin:end] = key.transpose(0, 1)
-        self._content[layer, 1, :, begin:end] = value.transpose(0, 1)
+        self._content[layer, 0, begin:end] = key
+        self._content[layer, 1, begin:end] = value
 
     def read(self, layer: int, num_entries: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the first keys and values, [kv_heads, num_entries, head_size], without copying."""
-        return self._content[layer, 0, :, :num_entries], self._content[layer, 1, :, :num_entries]
+        keys, values = self._content[layer, :, :num_entries].transpose(1, 2)
+        return keys, values
+
+    def storage(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all that is there of keys and values, [entries, kv_heads, head_size], for a kernel of our own."""
+        return self._content[layer, 0], self._content[layer, 1]
 
     def keep(self, positions: Sequence[int]) -> None:
         """Keep the entries at these positions, which were written behind those kept."""
