@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import random_heads
 from benchmarks.random_heads import eagle3_head
 from specdec.drafting.candidate_tree import Guesses
 from specdec.engine import compiled_pairs, linear
@@ -94,6 +95,19 @@ def test_float32_is_what_the_steps_give(
     assert len(outputs) == len(steps) > 3
     for one, other in zip(outputs, steps, strict=True):
         assert (one - other).norm() < 1e-4 * other.norm()
+
+
+def test_the_input_of_a_pair_may_be_wider_than_all_else(target: TargetFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_bytes():
+        pytest.skip("this processor has no kernel of that type")
+    config = random_heads.layers_for(target)
+    config.intermediate_size = target.hidden_size // 2
+    monkeypatch.setattr(random_heads, "layers_for", lambda *_: config)
+    in_steps = runner_of(target, torch.float32, KernelInt8Linear)
+    in_steps._network._compiled = None
+    _, steps = drafts(in_steps, target, 3)
+    _, outputs = drafts(runner_of(target, torch.float32, KernelInt8Linear), target, 3)
+    assert (outputs[0] - steps[0]).norm() < 0.02 * steps[0].norm()
 
 
 @pytest.mark.parametrize("kernel", [KernelLinear, KernelInt8Linear])
