@@ -37,7 +37,6 @@ MIN_BUSY_OFFER_GAIN = 1.1
 CLEAR_LOSS, CLEAR_GREEDY_LOSS = 0.95, 0.85
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
-MIN_BUSY_SESSIONS = 3  # at the target worker: its forwards run for others anyway
 COMPARED_COST = 0.8  # it may take this fraction of the time in which the target scores
 
 
@@ -154,7 +153,7 @@ class PlanChooser:
         if self._offers is None or not self._costs.knows_scoring:
             return PLAIN, False
         best, plain = self._offers.best, Estimate(PLAIN, 1.0, self._costs.plain_s())
-        least_speed = (self._min_offer_gain if self._is_busy else self._clear_loss) * plain.speed
+        least_speed = (self._min_offer_gain if self._costs.is_busy else self._clear_loss) * plain.speed
         if best.speed < least_speed and not self._is_scout:
             return PLAIN, False
         asked = self._offers.next(plain, self._min_offer_gain)
@@ -169,18 +168,13 @@ class PlanChooser:
         A rest that goes on makes that sure. In a busy target's forward one more row costs little, should it be in vain.
         """
         is_plain = plan.drafter is None or (plan.drafter in (LOOKUP, OFFER) and self._best is None)
-        is_awake_next = not self._rest.follows and (not self._is_busy or self._trial or plan.drafter == OFFER)
+        is_awake_next = not self._rest.follows and (not self._costs.is_busy or self._trial or plan.drafter == OFFER)
         return is_plain and not is_awake_next
 
     @property
     def _min_offer_gain(self) -> float:
         """The speed-up that an offer must promise."""
-        return MIN_BUSY_OFFER_GAIN if self._is_busy else MIN_GAIN
-
-    @property
-    def _is_busy(self) -> bool:
-        """Whether the target worker has so many sessions that its forwards run for others anyway."""
-        return self._costs.num_sessions >= MIN_BUSY_SESSIONS
+        return MIN_BUSY_OFFER_GAIN if self._costs.is_busy else MIN_GAIN
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""
@@ -303,8 +297,8 @@ class PlanChooser:
 
         At a busy target it does, unless another drafter can be compared in this round.
         """
-        self._rest.observe(is_plain, 1 if self._is_busy else AWAKE_ROUNDS)
-        rests = is_plain and self._is_busy and self._has_observed
+        self._rest.observe(is_plain, 1 if self._costs.is_busy else AWAKE_ROUNDS)
+        rests = is_plain and self._costs.is_busy and self._has_observed
         return rests and not any(self._next_comparison(PLAIN, drafters))
 
     def _priced(self, plan: DraftPlan, best: Estimate) -> DraftPlan:

@@ -21,6 +21,7 @@ FORGOTTEN = 0.03  # a fit of less weight counts as unknown: 350 to 600 rounds af
 NUM_TRUSTED = 3  # observations that make a fit known; among the first ones, a first call may have been slow
 SLOW_START = 2.0  # an early observation that is so many times faster than the fit replaces it
 MAX_OUTLIER = 4.0  # a round that took more times what was expected counts as this many times
+MIN_BUSY_SESSIONS = 3  # at a target worker: its forwards run for others anyway
 PRIOR_SLOPE = 0.03  # scoring one more token costs this fraction of a forward, until measured
 
 
@@ -233,6 +234,11 @@ class Costs:
     def observe_other(self, is_resting: bool, seconds: float) -> None:
         """Add what the coordinator itself took in a round."""
         self._other.setdefault(is_resting, _score_fit()).observe(0, seconds)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the target worker has so many sessions that its forwards run for others anyway."""
+        return self.num_sessions >= MIN_BUSY_SESSIONS
 
     @property
     def load(self) -> int:

@@ -2,7 +2,8 @@
 
 They cost no way to a worker, and are asked for in the round before. So that round decides how many draft tokens are
 asked for: as many as promise most tokens a second, or none where plain decoding does. An offer that is expected to lose
-is tried now and then, as long as trials cost little.
+is tried now and then, as long as trials cost little. What is accepted of offers at a busy target is learned apart: a
+head of its own does not draft there.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from coordinator.choosing.plans import DraftPlan, Estimate
 from coordinator.choosing.shared_statistics import SharedStatistics
 
 OFFER = "offer"  # in place of a drafter's name, where the target drafted
+AMONG_MANY = f"{OFFER} among many"  # and where it drafted at a busy target
 REMEMBERED_ROUNDS = 8  # estimates hold for so many rounds
 MAX_OFFERED = 16  # draft tokens; of a larger tree hardly any more is accepted
 
@@ -23,12 +25,19 @@ class Offers:
     def __init__(self, shared: SharedStatistics, lengths: Counts, is_greedy: bool) -> None:
         self._costs, self._exploration = shared.costs, shared.offering
         self._lengths = lengths[lengths <= MAX_OFFERED]
-        self._acceptance = SessionAcceptance(shared.acceptance(OFFER, is_greedy))
+        names = {False: OFFER, True: AMONG_MANY}
+        self._by_business = {key: SessionAcceptance(shared.acceptance(name, is_greedy)) for key, name in names.items()}
+        self._was_busy = False  # when this round's offer was asked for
         self._known: list[Estimate] = []  # by number of draft tokens, rising
         self._best: Estimate | None = None
         self._load, self._age = 0, 0
         self._trial_speed = 0.0  # what was promised in place of this round's trial; 0: it is none
         self._next_trial_speed = 0.0
+
+    @property
+    def _acceptance(self) -> SessionAcceptance:
+        """What is accepted of offers at the load of now."""
+        return self._by_business[self._costs.is_busy]
 
     @property
     def best(self) -> Estimate:
@@ -48,7 +57,7 @@ class Offers:
 
         What promises less than the best of them is asked for as a trial.
         """
-        best = self.best
+        best, self._was_busy = self.best, self._costs.is_busy
         pays, promised = best.speed > min_gain * plain.speed, max(best.speed, plain.speed)
         longer = [each for each in self._known if each.plan.num_draft_tokens >= 2 * best.plan.num_draft_tokens]
         for tried in [*longer[:1], *([] if pays else [best])]:
@@ -66,7 +75,7 @@ class Offers:
 
     def observe(self, num_asked: int, num_drafted: int, path: Sequence[int]) -> None:
         """Add a round for which so many draft tokens were asked for, and what became of those that came."""
-        self._acceptance.observe(num_asked, num_drafted, path)
+        self._by_business[self._was_busy].observe(num_asked, num_drafted, path)
 
     def observe_time(self, elapsed_s: float, num_tokens: int, is_offered: bool) -> None:
         """Add what a round took and committed; trials may lose a share of all time."""

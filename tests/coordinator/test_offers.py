@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.offers import OFFER
+from coordinator.choosing.offers import AMONG_MANY, OFFER
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import FIRST_SCOUTS, OFFERING_SHARE, SESSIONS_PER_SCOUT, SharedStatistics
 from specdec.exact import codec
@@ -135,7 +135,8 @@ def test_a_busy_target_learns_only_where_offers_promise_something(num_sessions: 
     for k in SHARED_COSTS:
         shared.costs.observe_score(k, 1 + SLOPE * num_sessions * k, num_sessions)
     for _ in range(500):
-        shared.acceptance(OFFER, is_greedy=True).observe(4, 4, (), 1.0)
+        for name in (OFFER, AMONG_MANY):
+            shared.acceptance(name, is_greedy=True).observe(4, 4, (), 1.0)
     for _ in range(FIRST_SCOUTS):
         shared.is_scout()
     choosers = [
