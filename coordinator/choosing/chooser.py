@@ -84,8 +84,7 @@ class PlanChooser:
         if looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum)):
             self._trial = None
             return looked_up
-        if self._offers and self._num_offered and not num_offered:
-            self._offers.observe(self._num_offered, 0, ())
+        self._note_offer(num_offered)
         if 0 < num_offered < remaining_tokens:
             self._trial = None
             self._rest.goes_on(self._costs.num_sessions)
@@ -109,6 +108,13 @@ class PlanChooser:
         if unknown or not self._costs.knows_scoring:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
+
+    def _note_offer(self, num_offered: int) -> None:
+        """Take note of how many draft tokens the target has offered for a round that begins."""
+        if self._offers:
+            self._offers.begin_round()
+            if self._num_offered and not num_offered:
+                self._offers.observe(self._num_offered, 0, ())
 
     def _plan_lookup(self, maximum: int) -> DraftPlan | None:
         """Return the plan that drafts what was looked up, if that is better than any other."""

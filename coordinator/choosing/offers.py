@@ -27,7 +27,7 @@ class Offers:
         self._lengths = lengths[lengths <= MAX_OFFERED]
         names = {False: OFFER, True: AMONG_MANY}
         self._by_business = {key: SessionAcceptance(shared.acceptance(name, is_greedy)) for key, name in names.items()}
-        self._was_busy = False  # when this round's offer was asked for
+        self._was_busy = self._next_was_busy = False  # when this round's offer was asked for, and the next one's
         self._known: list[Estimate] = []  # by number of draft tokens, rising
         self._best: Estimate | None = None
         self._load, self._age = 0, 0
@@ -48,6 +48,10 @@ class Offers:
             self._load, self._age = self._costs.load, 0
         return self._best
 
+    def begin_round(self) -> None:
+        """Take note that a round begins, for which an offer may have been asked for in the one before."""
+        self._was_busy = self._next_was_busy
+
     def num_drafted(self, num_asked: int) -> float:
         """Return how many draft tokens are expected where so many are asked for."""
         return float(self._acceptance.expected_drafted()[num_asked])
@@ -57,7 +61,7 @@ class Offers:
 
         What promises less than the best of them is asked for as a trial.
         """
-        best, self._was_busy = self.best, self._costs.is_busy
+        best, self._next_was_busy = self.best, self._costs.is_busy
         pays, promised = best.speed > min_gain * plain.speed, max(best.speed, plain.speed)
         longer = [each for each in self._known if each.plan.num_draft_tokens >= 2 * best.plan.num_draft_tokens]
         for tried in [*longer[:1], *([] if pays else [best])]:

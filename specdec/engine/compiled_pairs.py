@@ -43,7 +43,7 @@ class CompiledPairs:
     def __init__(
         self, parts: LayerParts, embeddings: torch.Tensor, state_norm: NormParts, adds_to_normalised: bool
     ) -> None:
-        """`parts` must have kernels."""
+        """`parts` must have kernels, and weights of the embeddings' type."""
         self._kept: list[object] = [parts, embeddings]  # what the structs point to
         self._like = embeddings.detach()
         self._layers = (LayerStruct * 1)(layer_struct(parts, self._kept))
@@ -75,6 +75,7 @@ class CompiledPairs:
 
         `angles` [positions, cosine and signed sine, 1, head_size] cover the positions.
         """
+        assert angles.shape[1:] == (2, 1, self._model.head_size), "all of a head is turned"
         rows, paths, slots, groups = array("q"), array("q"), array("q"), []
         for text in texts:
             first = len(slots)

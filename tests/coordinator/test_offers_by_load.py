@@ -13,6 +13,7 @@ def played(offers: Offers, shared: SharedStatistics, num_sessions: int, num_acce
     """Let the target offer for a while, at a load, and accept so many of four."""
     for _ in range(60):
         shared.costs.observe_score(4, 1.0, num_sessions, None)
+        offers.begin_round()
         offers.next(Estimate(PLAIN, 1.0, 1.0), 1.03)
         offers.observe(4, 4, range(num_accepted))
         offers.observe_time(1.0, 1 + num_accepted, is_offered=True)
@@ -30,13 +31,18 @@ def test_offers_to_few_sessions_promise_nothing_for_many() -> None:
 
 
 def test_an_offer_is_counted_at_the_load_at_which_it_was_asked_for() -> None:
+    """In the round before; by then the next one's is asked for."""
     shared = SharedStatistics()
     offers = Offers(shared, LENGTHS, is_greedy=True)
-    played(offers, shared, num_sessions=1, num_accepted=3)
-    offers.next(Estimate(PLAIN, 1.0, 1.0), 1.03)
-    shared.costs.observe_score(0, 1.0, 8, None)
+    played(offers, shared, num_sessions=1, num_accepted=0)
     for _ in range(60):
+        shared.costs.observe_score(0, 1.0, 1, None)
+        offers.next(Estimate(PLAIN, 1.0, 1.0), 1.03)  # asked for among few, in a round that is not counted
+        offers.begin_round()
+        shared.costs.observe_score(0, 1.0, 8, None)
+        offers.next(Estimate(PLAIN, 1.0, 1.0), 1.03)
         offers.observe(4, 4, range(3))
+        offers.observe_time(1.0, 4, is_offered=True)
     among_many = offers.best.num_tokens
     shared.costs.observe_score(0, 1.0, 1, None)
     assert offers.best.num_tokens > among_many + 1

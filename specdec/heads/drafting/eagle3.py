@@ -40,10 +40,15 @@ class FastEagle3:
         self._input_norm = Norm(head.input_norm) if head.input_norm is not None else None
         self.embeddings = head.embed_tokens.weight
         self._angles = AngleTable(head.rotary, self.embeddings)
-        parts, one = self._layer.parts, self._normalises_residual
-        self._compiled = (  # None where a part of the layer has no kernel of ours
-            CompiledPairs(parts, self.embeddings, self._state_norm.parts, one) if parts.has_kernels else None
-        )
+        self._compiled = self._compiled_layer()
+
+    def _compiled_layer(self) -> CompiledPairs | None:
+        """Return the layer in one call; None where a part of it has no kernel of ours."""
+        parts = self._layer.parts
+        turns_all = self._angles.covering([0]).shape[1:] == (2, 1, parts.head_size)
+        if not (parts.has_kernels and turns_all and self.embeddings.is_contiguous()):
+            return None
+        return CompiledPairs(parts, self.embeddings, self._state_norm.parts, self._normalises_residual)
 
     def new_keys(self) -> KeptKeys:
         """Return room for one session's keys and values."""
