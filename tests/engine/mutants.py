@@ -245,14 +245,14 @@ MUTANTS = [
     ),
     Mutant(
         "the compiled forward forgets windows",
-        "specdec.engine.compiled_layers.CompiledLayers._layer",
-        lambda original: lambda self, parts: original(self, replace(parts, window=None)),
+        "specdec.engine.compiled_layers.layer_struct",
+        lambda original: lambda parts, kept: original(replace(parts, window=None), kept),
         trees_of("mistral", CompiledBackend),
     ),
     Mutant(
         "the compiled forward forgets the norms of heads",
-        "specdec.engine.compiled_layers.CompiledLayers._layer",
-        lambda original: lambda self, parts: original(self, replace(parts, head_norm=None)),
+        "specdec.engine.compiled_layers.layer_struct",
+        lambda original: lambda parts, kept: original(replace(parts, head_norm=None), kept),
         trees_of("qwen3", CompiledBackend),
     ),
     Mutant(
