@@ -21,7 +21,7 @@ from tqdm import tqdm
 from benchmarks.measure import hardware
 from models.heads.batches import Samples
 from models.heads.card import Trained, write_card
-from models.heads.collecting import collect
+from models.heads.collecting import BY_THE_ENGINE, IN_SLOTS, collect
 from models.heads.kinds import KINDS
 from models.heads.objective import Objective
 from models.heads.plan import SEED, Plan
@@ -34,7 +34,6 @@ from specdec.engine.pretrained import choose_device, text_config
 
 WORK = Path(__file__).parent / "work" / "heads"
 MAX_SAMPLE_TOKENS = 640  # longer ones are cut for training
-AT_ONCE = {"cpu": 96, "cuda": 2048}  # answers under way
 OWN = 0.0  # of the instructions; those of SmolLM2's heads in this repository are half its own (docs/drafters.md)
 
 
@@ -131,7 +130,7 @@ def plan_of(arguments: Sequence[str] | None = None) -> Plan:
         texts=flags.texts,
         own=flags.own,
         further=flags.further,
-        num_at_once=flags.at_once or AT_ONCE[device.type],
+        num_at_once=flags.at_once,
         max_new_tokens=flags.max_new_tokens,
         num_threads=flags.threads,
         with_lm_head=flags.with_lm_head,
@@ -157,11 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--texts", nargs="+", default=[], help=f'text files or folders to continue, "{PYTHON}" for Python\'s library')
     add("--own", type=float, default=OWN, help="part of the instructions that the target writes (default: %(default)g)")
     add("--further", type=Path, metavar="HEAD", help="begin with a head that was exported; as many draft tokens")
-    add(
-        "--at-once",
-        type=count,
-        help=f"answers under way at once (default: {AT_ONCE['cpu']}, on a GPU {AT_ONCE['cuda']})",
-    )
+    add("--at-once", type=count, help=f"answers under way at once (default: {BY_THE_ENGINE}, in slots {IN_SLOTS})")
     add("--max-new-tokens", type=count, default=200, help="of an answer (default: %(default)s)")
     add("--threads", type=count, default=1, help="of torch (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what computes (default: %(default)s)")

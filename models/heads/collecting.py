@@ -24,6 +24,7 @@ from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.model_worker import eos_token_ids
 from specdec.serving.tokenizer import load_tokenizer
 
+BY_THE_ENGINE, IN_SLOTS = 96, 2048  # answers under way at once
 CACHE_BYTES = 3 << 30  # on a CPU
 GPU_SHARE = 0.6  # of a GPU's memory, for the engine's cache where slots cannot be
 MAX_PROMPT_TOKENS = 256  # of what is asked in slots: with the answer, what a slot holds
@@ -71,11 +72,13 @@ def _sample(plan: Plan, facts: Facts) -> None:
     torch.set_num_threads(plan.num_threads)
     store = _store(plan, facts)
     end_s = time.monotonic() + 60 * plan.sampling_minutes
-    answering = _in_slots(plan) if plan.device.type == "cuda" and not facts.layers else _by_the_engine(plan, facts)
-    instructions = _instructions(plan, answering, store)
+    in_slots = _in_slots(plan) if plan.device.type == "cuda" and not facts.layers else None
+    answering = in_slots or _by_the_engine(plan, facts)
+    num_at_once = plan.num_at_once or (IN_SLOTS if in_slots else BY_THE_ENGINE)
+    instructions = _instructions(plan, answering, store, num_at_once)
     sampler = answering(ANSWER, plan.max_new_tokens, SEED + len(store.entries))
     with tqdm(total=plan.num_tokens, initial=store.num_tokens, unit="tokens", desc="the target answers") as bar:
-        for instruction, tokens, states in sampler.answers(instructions, plan.num_at_once):
+        for instruction, tokens, states in sampler.answers(instructions, num_at_once):
             store.append(instruction.kind, instruction.temperature, len(instruction.tokens), tokens, states)
             bar.update(len(tokens))
             if store.num_tokens >= plan.num_tokens or time.monotonic() > end_s:
@@ -86,19 +89,20 @@ MakeSampler = Callable[[str, int, int], Answering]
 """Gives what answers, by a name, the most new tokens of an answer, and a seed."""
 
 
-def _in_slots(plan: Plan) -> MakeSampler:
-    """Answer in slots on a GPU; by the engine where the target's layers do not fit there."""
+def _in_slots(plan: Plan) -> MakeSampler | None:
+    """Answer in slots; None where the target's layers do not fit there."""
     model = load_pretrained(str(plan.target), plan.device, "auto")
-    ends = eos_token_ids(plan.target)
+    ends, context_length = eos_token_ids(plan.target), text_config(str(plan.target)).max_position_embeddings
 
     def made(_name: str, max_new_tokens: int, seed: int) -> Answering:
-        return SlotSampler(model, ends, max_new_tokens, MAX_PROMPT_TOKENS + max_new_tokens, seed)
+        max_tokens = min(MAX_PROMPT_TOKENS + max_new_tokens, context_length)
+        return SlotSampler(model, ends, max_new_tokens, max_tokens, seed)
 
     try:
         made(ANSWER, plan.max_new_tokens, SEED)
     except EngineError as error:
         tqdm.write(f"{error}; the engine samples instead, which takes longer")
-        return _by_the_engine(plan, Facts("", NO_STATES, 0))
+        return None
     return made
 
 
@@ -117,7 +121,7 @@ def _by_the_engine(plan: Plan, facts: Facts) -> MakeSampler:
     return made
 
 
-def _instructions(plan: Plan, answering: MakeSampler, store: SampleStore) -> Iterator[Instruction]:
+def _instructions(plan: Plan, answering: MakeSampler, store: SampleStore, num_at_once: int) -> Iterator[Instruction]:
     """Yield what is asked, endlessly, after what the store has answers to."""
     tokenizer, template = load_tokenizer(str(plan.target)), load_chat_template(plan.target)
     num_ours = sum(entry.kind != OWN_KIND for entry in store.entries)
@@ -128,4 +132,4 @@ def _instructions(plan: Plan, answering: MakeSampler, store: SampleStore) -> Ite
         return ours
     seed = random.getrandbits(32)  # so that it does not write what it wrote before an interruption
     sampler = answering(INSTRUCTION, MAX_OWN_TOKENS, seed)
-    return mixed(ours, OwnInstructions(tokenizer, template).written(sampler, plan.num_at_once), plan.own)
+    return mixed(ours, OwnInstructions(tokenizer, template).written(sampler, num_at_once), plan.own)

@@ -24,7 +24,7 @@ class Plan:
     texts: Sequence[str]
     own: float
     further: Path | None
-    num_at_once: int
+    num_at_once: int | None  # answers under way; None: as many as suit what samples them
     max_new_tokens: int
     num_threads: int
     with_lm_head: bool

@@ -15,14 +15,15 @@ from specdec.engine.layer_structs import (
     ForwardStruct,
     LayerStruct,
     ModelParts,
-    ModelStruct,
+    Room,
     address,
     has_kernel,
     layer_struct,
+    model_struct,
     norm_struct,
     weight_of,
 )
-from specdec.engine.native import has_tiles, kernels, num_lanes
+from specdec.engine.native import kernels
 
 
 def compiled_layers(parts: ModelParts) -> "CompiledLayers | None":
@@ -42,22 +43,9 @@ class CompiledLayers:
         self._layers = (LayerStruct * len(parts.layers))(*(layer_struct(layer, self._kept) for layer in parts.layers))
         self._like, first = parts.embeddings.detach(), parts.layers[0]
         self._width = self._like.shape[1]
-        self._model = ModelStruct(
-            embeddings=self._like.data_ptr(),
-            layers=ctypes.addressof(self._layers),
-            norm=norm_struct(parts.norm, self._kept),
-            head=weight_of(parts.head),
-            num_layers=len(parts.layers),
-            width=self._width,
-            head_size=first.head_size,
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            scaling=first.scaling,
-            is_bf16=self._like.dtype == torch.bfloat16,
-            lanes=num_lanes(),
-            has_tiles=has_tiles(),
-        )
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._model = model_struct(self._like, self._layers, first)
+        self._model.norm, self._model.head = norm_struct(parts.norm, self._kept), weight_of(parts.head)
+        self._room = Room(self._model)
         self._stored_in: object = None  # the cache that the layers' keys and values point into
 
     def __call__(self, row: PackedRow, angles: torch.Tensor, plan: CompiledPlan) -> DecoderOutput:
@@ -94,12 +82,10 @@ class CompiledLayers:
         return logits, states if hidden_layers else None
 
     def _run(self, forward: ForwardStruct) -> None:
-        library, model = kernels(), ctypes.addressof(self._model)
+        library = kernels()
         assert library is not None, "without it no plan is whole"
-        num_bytes = library.specdec_forward_room(model, forward.num_tokens)
-        if self._room.nbytes < num_bytes:
-            self._room = torch.empty(num_bytes, dtype=torch.uint8)
-        library.specdec_forward(model, ctypes.addressof(forward), self._room.data_ptr())
+        room = self._room.of(forward.num_tokens)
+        library.specdec_forward(ctypes.addressof(self._model), ctypes.addressof(forward), room)
 
     def _store_in(self, plan: CompiledPlan) -> None:
         """Let the layers use the plan's cache, which stays the same and where it is from the first forward on."""

@@ -16,14 +16,15 @@ from specdec.engine.layer_structs import (
     GroupStruct,
     LayerParts,
     LayerStruct,
-    ModelStruct,
     NormParts,
     PairsStruct,
+    Room,
     address,
     layer_struct,
+    model_struct,
     norm_struct,
 )
-from specdec.engine.native import has_tiles, kernels, num_lanes
+from specdec.engine.native import kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +49,8 @@ class CompiledPairs:
         self._like = embeddings.detach()
         self._layers = (LayerStruct * 1)(layer_struct(parts, self._kept))
         self._state_norm, self._adds_to_normalised = norm_struct(state_norm, self._kept), adds_to_normalised
-        self._model = ModelStruct(
-            embeddings=self._like.data_ptr(),
-            layers=ctypes.addressof(self._layers),
-            num_layers=1,
-            width=self._like.shape[1],
-            head_size=parts.head_size,
-            num_heads=parts.num_heads,
-            num_kv_heads=parts.num_kv_heads,
-            scaling=parts.scaling,
-            is_bf16=self._like.dtype == torch.bfloat16,
-            lanes=num_lanes(),
-            has_tiles=has_tiles(),
-        )
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._model = model_struct(self._like, self._layers, parts)
+        self._room = Room(self._model)
 
     def __call__(
         self,
@@ -101,10 +90,7 @@ class CompiledPairs:
         return outputs
 
     def _run(self, pairs: PairsStruct, forward: ForwardStruct, groups: "ctypes.Array[GroupStruct]") -> None:
-        library, model = kernels(), ctypes.addressof(self._model)
+        library = kernels()
         assert library is not None, "the parts have kernels"
-        num_bytes = library.specdec_forward_room(model, forward.num_tokens)
-        if self._room.nbytes < num_bytes:
-            self._room = torch.empty(num_bytes, dtype=torch.uint8)
         arguments = ctypes.addressof(pairs), ctypes.addressof(forward), ctypes.addressof(groups), len(groups)
-        library.specdec_pairs(model, *arguments, self._room.data_ptr())
+        library.specdec_pairs(ctypes.addressof(self._model), *arguments, self._room.of(forward.num_tokens))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from specdec.engine.linear import KernelLinear
-from specdec.engine.native import Weight
+from specdec.engine.native import Weight, has_tiles, kernels, num_lanes
 from specdec.engine.quantized import KernelInt8Linear
 
 KERNEL_LAYERS = (KernelLinear, KernelInt8Linear)
@@ -149,6 +149,40 @@ def layer_struct(parts: LayerParts, kept: list[object]) -> LayerStruct:
         head_norm=norm_struct(parts.head_norm, kept),
         window=parts.window or 0,
     )
+
+
+def model_struct(embeddings: torch.Tensor, layers: "ctypes.Array[LayerStruct]", parts: LayerParts) -> ModelStruct:
+    """Return the struct of layers of one shape, that of `parts`, without last norm and head."""
+    return ModelStruct(
+        embeddings=embeddings.data_ptr(),
+        layers=ctypes.addressof(layers),
+        num_layers=len(layers),
+        width=embeddings.shape[1],
+        head_size=parts.head_size,
+        num_heads=parts.num_heads,
+        num_kv_heads=parts.num_kv_heads,
+        scaling=parts.scaling,
+        is_bf16=embeddings.dtype == torch.bfloat16,
+        lanes=num_lanes(),
+        has_tiles=has_tiles(),
+    )
+
+
+class Room:
+    """Memory for what lies between the products of a model's forwards."""
+
+    def __init__(self, model: ModelStruct) -> None:
+        self._model = model
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, num_tokens: int) -> int:
+        """Return the address of room for a forward of so many tokens."""
+        library = kernels()
+        assert library is not None, "the parts have kernels"
+        num_bytes = library.specdec_forward_room(ctypes.addressof(self._model), num_tokens)
+        if self._bytes.nbytes < num_bytes:
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._bytes.data_ptr()
 
 
 def norm_struct(parts: NormParts | None, kept: list[object]) -> NormStruct:

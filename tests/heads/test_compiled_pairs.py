@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks import random_heads
 from benchmarks.random_heads import eagle3_head
 from specdec.drafting.candidate_tree import Guesses
-from specdec.engine import compiled_pairs, linear
+from specdec.engine import layer_structs, linear
 from specdec.engine.linear import MIN_FLOAT32_LANES, KernelLinear
 from specdec.engine.native import has_bytes, has_pairs, num_lanes
 from specdec.engine.quantized import KernelInt8Linear
@@ -34,7 +34,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     """Run with vectors of so many floats."""
     if request.param > num_lanes():
         pytest.skip(f"this processor's vectors have {num_lanes()} floats")
-    monkeypatch.setattr(compiled_pairs, "num_lanes", lambda: request.param)
+    monkeypatch.setattr(layer_structs, "num_lanes", lambda: request.param)
     monkeypatch.setattr(linear, "num_lanes", lambda: request.param)
     lanes: int = request.param
     return lanes

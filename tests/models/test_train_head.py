@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 from coordinator.chat import ChatTemplate
 from models.heads import dflash, eagle3, medusa
 from models.heads.batches import Batch, Samples
+from models.heads.collecting import _in_slots
 from models.heads.kinds import KINDS
 from models.heads.own_instructions import OwnInstructions
 from models.heads.prompts import from_grammar, from_texts, mixed, read_texts
 from models.heads.samples import Answering, Facts, Instruction, Sampler, SampleStore
 from models.heads.slots import SlotSampler
 from models.heads.target import TargetParts, TargetStates, load_parts, state_layers
-from models.train_head import main
+from models.train_head import main, plan_of
 from specdec import AsyncClient, SamplingParams, SpeculationParams
 from specdec.engine import EngineError, load_language_model
 from specdec.heads.dflash import DFlashHead
@@ -174,6 +175,16 @@ def test_models_that_do_not_attend_to_everything_are_not_sampled_in_slots(archit
     model = transformers_model(build(architecture, tmp_path))
     with pytest.raises(EngineError, match="cannot be sampled in slots"):
         SlotSampler(model, (), 9, 64, seed=0)
+
+
+def test_a_slot_holds_no_more_than_the_targets_context(target: Path, tmp_path: Path) -> None:
+    def in_slots(folder: Path) -> Any:
+        return _in_slots(plan_of(["--target", str(folder), "--kind", "medusa", "--device", "cpu"]))
+
+    context_length = json.loads((target / "config.json").read_text())["max_position_embeddings"]
+    ((_, tokens, _),) = in_slots(target)("", 2 * context_length, 0).answers(iter(mixed_lengths(1)), 1)
+    assert len(tokens) <= context_length
+    assert in_slots(build("gemma2", tmp_path)) is None
 
 
 # ---- stores
