@@ -89,7 +89,8 @@ static ALWAYS_INLINE void NAME(put)(const Weight *all, void *output, int64_t row
 }
 
 static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const NAME(Tile) *tile, void *output, int64_t channel,
-                                         int64_t ahead, const int first_fetched, const int end_fetched, const int num_rows)
+                                         int64_t ahead, const int level, const int first_fetched, const int end_fetched,
+                                         const int num_rows)
 {
     const char *line = all->numbers + channel * all->num_in;
     const int32_t *digits = tile->digits;
@@ -102,7 +103,7 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const NAME(Tile) *ti
         UNROLLED for (int half = 0; half < 2; half++)
             weights[half] = _mm512_loadu_si512(line + 64 * half);
         UNROLLED for (int fetched = first_fetched; fetched < end_fetched; fetched++)
-            __builtin_prefetch(line + ahead + 64 * fetched);
+            __builtin_prefetch(line + ahead + 64 * fetched, 0, 4 - level);
         UNROLLED for (int index = 0; index < num_rows; index++)
             UNROLLED for (int part = 0; part < 2; part++) {
                 const __m512i four = _mm512_set1_epi32(digits[2 * index + part]);
@@ -127,6 +128,7 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const NAME(Tile) *ti
 static void NAME(multiply_all)(const Weight *all, const void *rows, void *output, int64_t num_rows, char *room)
 {
     const int64_t num_tiles = (num_rows + MAX_INT8_ROWS - 1) / MAX_INT8_ROWS, block = all->num_in * CHANNELS;
+    const int is_far = num_rows > MAX_NEAR_INT8_ROWS && fetches_far();
     const int64_t most = num_tiles ? (num_rows + num_tiles - 1) / num_tiles : 1;
     NAME(Tile) *tiles = (NAME(Tile) *)room;
     int32_t *digits = (int32_t *)(tiles + num_rows);
@@ -144,7 +146,19 @@ static void NAME(multiply_all)(const Weight *all, const void *rows, void *output
     }
     for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS)
         for (int64_t number = 0; number < num_tiles; number++) {
-#define TILE(count)                                                                                                        case count:                                                                                                                if (num_tiles == 1)                                                                                                        NAME(multiply)(all, tiles, output, channel, FETCHED, 0, 2, count);                                                 else if (number == 0)                                                                                                      NAME(multiply)(all, tiles, output, channel, block, 0, 1, count);                                                   else if (number == 1)                                                                                                      NAME(multiply)(all, tiles + 1, output, channel, block, 1, 2, count);                                               else                                                                                                                       NAME(multiply)(all, tiles + number, output, channel, 0, 0, 0, count);                                              break;
+#define TILE(count)                                                                                                    \
+    case count:                                                                                                        \
+        if (is_far && number == 0)                                                                                     \
+            NAME(multiply)(all, tiles, output, channel, FAR, 2, 0, 2, count);                                          \
+        else if (!is_far && num_tiles == 1)                                                                            \
+            NAME(multiply)(all, tiles, output, channel, NEAR, 1, 0, 2, count);                                         \
+        else if (!is_far && number == 0)                                                                               \
+            NAME(multiply)(all, tiles, output, channel, block, 1, 0, 1, count);                                        \
+        else if (!is_far && number == 1)                                                                               \
+            NAME(multiply)(all, tiles + 1, output, channel, block, 1, 1, 2, count);                                    \
+        else                                                                                                           \
+            NAME(multiply)(all, tiles + number, output, channel, 0, 1, 0, 0, count);                                   \
+        break;
             switch (tiles[number].count) {
                 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
             }

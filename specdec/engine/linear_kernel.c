@@ -6,11 +6,21 @@
 #include "kernels.h"
 
 #define SPAN_BYTES 512  // of a row, added up by themselves: a long sum of float32 loses digits
+#define NEAR 8192       // bytes of the weight between what is multiplied and what is fetched to the first cache
+#define FAR 65536       // and, by processors that fetch far, to the second
+#define MAX_NEAR_ROWS 5 // that such a processor multiplies with what it fetches by itself
+#define MAX_NEAR_INT8_ROWS 3
 #define REQUEST_PERMISSION 0x1023  // ARCH_REQ_XCOMP_PERM, see Linux' Documentation/arch/x86/xstate.rst
 #define TILE_DATA 18               // XFEATURE_XTILE_DATA
-#define FETCHED 8192  // bytes of the weight between what is multiplied and what is fetched
 
 #ifdef HAS_VERSIONS
+// Return whether the weight is fetched far ahead to the second cache, as sums and memory do not hide behind one another
+// otherwise: on Zen 4, as measured (docs/benchmarks.md). On Zen 5 and Intel's processors fetching near does it.
+static int fetches_far(void)
+{
+    return __builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f");
+}
+
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512")
 #define LANES 16

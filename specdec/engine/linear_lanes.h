@@ -33,9 +33,10 @@ static ALWAYS_INLINE void NAME(put)(void *output, int64_t first, FLOATS sums, in
 }
 
 // Multiply `num_rows` rows, from `row` on, with a block of channels, from `channel` on. Of each step's lines of the weight,
-// those from `first_fetched` to `end_fetched` are fetched `ahead` bytes before they are wanted.
+// those from `first_fetched` to `end_fetched` are fetched `ahead` bytes before they are wanted, as far as cache `level`.
 static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, void *output, int64_t row, int64_t channel,
-                                         int64_t ahead, const int first_fetched, const int end_fetched, const int num_rows)
+                                         int64_t ahead, const int level, const int first_fetched, const int end_fetched,
+                                         const int num_rows)
 {
     const int64_t num_bytes = all->num_in * (IS_BF16 ? 2 : 4);  // of a row
     const char *line = all->numbers + channel * num_bytes, *inputs = rows + row * num_bytes;
@@ -51,7 +52,7 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
             UNROLLED for (int half = 0; half < 2; half++)
                 numbers[half] = NAME(at)((const float *)line, half);
             UNROLLED for (int fetched = first_fetched; fetched < end_fetched; fetched++)
-                __builtin_prefetch(line + ahead + 64 * fetched);
+                __builtin_prefetch(line + ahead + 64 * fetched, 0, 4 - level);
             UNROLLED for (int index = 0; index < num_rows; index++)
                 UNROLLED for (int half = 0; half < 2; half++)
                     sums[index][half] = NAME(accumulate)(sums[index][half], numbers[half], inputs + index * num_bytes + byte);
@@ -71,20 +72,23 @@ static void NAME(multiply_all)(const Weight *all, const char *rows, void *output
     const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const int64_t tile = num_tiles ? (num_rows + num_tiles - 1) / num_tiles : 1;
     const int64_t block = all->num_in * (IS_BF16 ? 2 : 4) * CHANNELS;
+    const int is_far = fetches_far();
     for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS)
         for (int64_t row = 0; row < num_rows; row += tile) {
             const int64_t count = num_rows - row < tile ? num_rows - row : tile;
             // rows that go through a block alone fetch just ahead; others share the work of fetching the next block
 #define TILE(number)                                                                                                   \
     case number:                                                                                                       \
-        if (num_tiles == 1)                                                                                            \
-            NAME(multiply)(all, rows, output, row, channel, FETCHED, 0, LINES, number);                                \
-        else if (row == 0)                                                                                             \
-            NAME(multiply)(all, rows, output, row, channel, block, 0, 1, number);                                      \
-        else if (row == tile)                                                                                          \
-            NAME(multiply)(all, rows, output, row, channel, block, 1, LINES, number);                                  \
+        if (is_far && row == 0 && num_rows > MAX_NEAR_ROWS)                                                            \
+            NAME(multiply)(all, rows, output, row, channel, FAR, 2, 0, LINES, number);                                 \
+        else if (!is_far && num_tiles == 1)                                                                            \
+            NAME(multiply)(all, rows, output, row, channel, NEAR, 1, 0, LINES, number);                                \
+        else if (!is_far && row == 0)                                                                                  \
+            NAME(multiply)(all, rows, output, row, channel, block, 1, 0, 1, number);                                   \
+        else if (!is_far && row == tile)                                                                               \
+            NAME(multiply)(all, rows, output, row, channel, block, 1, 1, LINES, number);                               \
         else                                                                                                           \
-            NAME(multiply)(all, rows, output, row, channel, 0, 0, 0, number);                                          \
+            NAME(multiply)(all, rows, output, row, channel, 0, 1, 0, 0, number);                                       \
         break;
             switch (count) {
                 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)

@@ -130,7 +130,7 @@ static void multiply_bf16_tiles(const Weight *all, const char *rows, void *outpu
         const char *line = all->numbers + channel * groups.row_bytes;
         for (int64_t pass = 0; pass < num_passes; pass++) {
             // rows that go through a block in one pass fetch just ahead; others share the work of fetching the next block
-            const int64_t ahead = num_passes == 1 ? FETCHED : block;
+            const int64_t ahead = num_passes == 1 ? NEAR : block;
             const int64_t fetched = CHUNK_LINES * pass / num_passes, end = CHUNK_LINES * (pass + 1) / num_passes;
             const char *first = group_of(&groups, 2 * pass);
             if (2 * pass + 1 < groups.count)
@@ -178,7 +178,7 @@ static void multiply_int8_tiles(const Weight *all, const void *rows, void *outpu
             const int64_t begin = number * groups.size, fetched = CHUNK_LINES * number / groups.count;
             multiply_tiles(all->numbers + channel * all->num_in, (char *)digits[0] + begin * all->num_in,
                            (char *)digits[1] + begin * all->num_in, all->num_in,
-                           groups.count == 1 ? FETCHED : all->num_in * CHANNELS, fetched,
+                           groups.count == 1 ? NEAR : all->num_in * CHANNELS, fetched,
                            CHUNK_LINES * (number + 1) / groups.count - fetched, 2, 1, sums);
             for (int half = 0; half < 2; half++) {
                 const __m512i zeros = _mm512_loadu_si512(all->zeros + channel + 16 * half);
