@@ -19,6 +19,7 @@ typedef struct {
 // Where the keys and values lie that a row sees of a block, as floats; after them more keys, scored and not counted.
 typedef struct {
     const float *keys[BLOCK + 16], *values[BLOCK];
+    const void *turned; // where keys are multiplied in pairs: 16 in a vector
 } Block;
 
 static ALWAYS_INLINE void pad(Block *block, int64_t count)
@@ -64,8 +65,15 @@ static ALWAYS_INLINE void fetch(const Attention *all, int64_t slot, int64_t head
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 #define LANES 16
-
+#define IS_PAIRED 0
 #define NAME(x) x##_16
+#include "attention_lanes.h"
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512")
+#define LANES 16
+#define IS_PAIRED 1
+#define NAME(x) x##_pairs
 #include "attention_lanes.h"
 #pragma GCC pop_options
 #ifdef HAS_TILES
@@ -77,11 +85,13 @@ static ALWAYS_INLINE void fetch(const Attention *all, int64_t slot, int64_t head
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define LANES 8
+#define IS_PAIRED 0
 #define NAME(x) x##_8
 #include "attention_lanes.h"
 #pragma GCC pop_options
 #endif
 #define LANES 4
+#define IS_PAIRED 0
 #define NAME(x) x##_4
 #include "attention_lanes.h"
 
@@ -105,6 +115,14 @@ int64_t specdec_lanes(void)
     return 4;
 }
 
+#ifdef HAS_VERSIONS
+// Return whether keys are multiplied in pairs. A window begins within a block, where a turned block cannot be begun.
+static int goes_in_pairs(const Attention *all)
+{
+    return all->is_bf16 && all->lanes == 16 && !all->window && all->key_size % 32 == 0 && specdec_has_pairs();
+}
+#endif
+
 // Attend for some rows. `room` has specdec_room bytes.
 void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room)
 {
@@ -113,7 +131,9 @@ void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, flo
         return attend_all_tiles(all, rows, num_rows, room);
 #endif
 #ifdef HAS_VERSIONS
-    if (all->lanes == 16)
+    if (goes_in_pairs(all))
+        attend_pairs(all, rows, num_rows, room);
+    else if (all->lanes == 16)
         attend_16(all, rows, num_rows, room);
     else if (all->lanes == 8)
         attend_8(all, rows, num_rows, room);

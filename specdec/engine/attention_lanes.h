@@ -1,6 +1,17 @@
-// Attention for one width of vectors: included by attention_kernel.c once for each, with LANES and NAME(x) defined.
+// Attention for one width of vectors: included by attention_kernel.c once for each, with LANES, IS_PAIRED and NAME(x) defined.
+//
+// IS_PAIRED: keys and queries are multiplied as they are, two numbers of bfloat16 at a time, and 16 keys in one vector, for which
+// a block of keys is turned once for all rows that see it. Else keys become floats, and a vector has one key's.
 
 #include "lanes.h"
+
+#if IS_PAIRED
+typedef char NAME(Query);
+typedef __m512i NAME(Keys);  // turned
+#else
+typedef float NAME(Query);
+typedef const float *NAME(Keys);
+#endif
 
 // Add neighbours' halves, pair by pair: half as many vectors, each with the parts of twice as many sums.
 #define HALVE(count, first, second)                                                                                  \
@@ -40,8 +51,109 @@ static ALWAYS_INLINE FLOATS NAME(last_sums)(FLOATS *parts)
 }
 #undef HALVE
 
+// Take the scores of the LANES keys from `first` on, of which those before `count` are seen; raise `largest`.
+static ALWAYS_INLINE void NAME(take)(const Attention *all, FLOATS found, float *scores, int first, int count, FLOATS *largest)
+{
+    found *= all->scaling;
+    if (all->softcap > 0)
+        for (int lane = 0; lane < LANES; lane++)
+            found[lane] = tanhf(found[lane] / all->softcap) * all->softcap;
+    for (int lane = count > first ? count - first : 0; lane < LANES; lane++)
+        found[lane] = LEAST;
+    *largest = NAME(larger)(*largest, found);
+    memcpy(scores + first, &found, sizeof found);
+}
+
+#if IS_PAIRED
+// Turn 16 keys: `turned` gets the first pair of each, then the second of each. `num_pairs` is a multiple of 16.
+static ALWAYS_INLINE void NAME(turn)(const float *const *keys, __m512i *turned, int num_pairs)
+{
+    for (int first = 0; first < num_pairs; first += 16) {
+        __m512i rows[16], other[16];
+        UNROLLED for (int i = 0; i < 16; i++)
+            rows[i] = _mm512_loadu_si512(keys[i] + first);
+        UNROLLED for (int i = 0; i < 16; i += 2) {
+            other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+            other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+        }
+        UNROLLED for (int i = 0; i < 16; i += 4)
+            UNROLLED for (int half = 0; half < 2; half++) {
+                rows[i + 2 * half] = _mm512_unpacklo_epi64(other[i + half], other[i + 2 + half]);
+                rows[i + 2 * half + 1] = _mm512_unpackhi_epi64(other[i + half], other[i + 2 + half]);
+            }
+        UNROLLED for (int i = 0; i < 4; i++) { // a quarter of rows[i + 4 * j] now has one pair of keys 4 * j to 4 * j + 3
+            const __m512i low_even = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0x88);
+            const __m512i low_odd = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0xdd);
+            const __m512i high_even = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0x88);
+            const __m512i high_odd = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0xdd);
+            _mm512_store_si512(turned + first + i, _mm512_shuffle_i32x4(low_even, high_even, 0x88));
+            _mm512_store_si512(turned + first + 4 + i, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
+            _mm512_store_si512(turned + first + 8 + i, _mm512_shuffle_i32x4(low_even, high_even, 0xdd));
+            _mm512_store_si512(turned + first + 12 + i, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
+        }
+    }
+}
+
+// Return where a block's turned keys lie, after the copies of its values, on a whole line.
+static ALWAYS_INLINE __m512i *NAME(room_for_turned)(float *copies, int value_width)
+{
+    return (__m512i *)(((uintptr_t)(copies + BLOCK * value_width) + 63) / 64 * 64);
+}
+
+// Turn a block's keys, to `turned`, which begins on a whole line.
+static ALWAYS_INLINE void NAME(turn_block)(Block *block, int64_t count, __m512i *turned, int num_pairs)
+{
+    pad(block, count);
+    for (int64_t first = 0; first < count; first += LANES)
+        NAME(turn)(block->keys + first, turned + first / LANES * num_pairs, num_pairs);
+    block->turned = turned;
+}
+
+// Score `groups` times 16 turned keys, from `first` on, for `tile` queries.
+static ALWAYS_INLINE void NAME(score_groups)(const Attention *all, const char *query, const __m512i *turned, int first, int count,
+                                             float (*scores)[BLOCK], FLOATS *largest, const int tile, const int groups)
+{
+    const int num_pairs = (int)all->key_size / 2;
+    __m512 sums[4][4];
+    UNROLLED for (int head = 0; head < tile; head++)
+        UNROLLED for (int group = 0; group < groups; group++)
+            sums[head][group] = _mm512_setzero_ps();
+    for (int index = 0; index < num_pairs; index++)
+        UNROLLED for (int head = 0; head < tile; head++) {
+            int32_t pair;
+            memcpy(&pair, query + 4 * (head * num_pairs + index), sizeof pair);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            UNROLLED for (int group = 0; group < groups; group++) {
+                const __m512i keys = turned[(first / LANES + group) * num_pairs + index];
+                sums[head][group] = _mm512_dpbf16_ps(sums[head][group], (__m512bh)keys, both);
+            }
+        }
+    UNROLLED for (int head = 0; head < tile; head++)
+        UNROLLED for (int group = 0; group < groups; group++)
+            NAME(take)(all, (FLOATS)sums[head][group], scores[head], first + LANES * group, count, largest + head);
+}
+
 // Score a block's keys for `tile` queries: scores[tile][count, rounded up to LANES]; raise `most` to the largest.
-static ALWAYS_INLINE void NAME(score)(const Attention *all, const float *query, const float *const *keys, int count,
+static ALWAYS_INLINE void NAME(score)(const Attention *all, const NAME(Query) *query, const NAME(Keys) *turned, int count,
+                                      float (*scores)[BLOCK], float *most, const int chunks, const int tile)
+{
+    (void)chunks;
+    FLOATS largest[4];
+    UNROLLED for (int head = 0; head < tile; head++)
+        largest[head] = (FLOATS){0} + most[head];
+    int first = 0;
+    for (; first + 4 * LANES <= (count + LANES - 1) / LANES * LANES; first += 4 * LANES)
+        NAME(score_groups)(all, query, turned, first, count, scores, largest, tile, 4);
+    for (; first + LANES < count; first += 2 * LANES)
+        NAME(score_groups)(all, query, turned, first, count, scores, largest, tile, 2);
+    if (first < count)
+        NAME(score_groups)(all, query, turned, first, count, scores, largest, tile, 1);
+    UNROLLED for (int head = 0; head < tile; head++)
+        most[head] = NAME(largest_of)(largest[head]);
+}
+#else
+// Score a block's keys for `tile` queries: scores[tile][count, rounded up to LANES]; raise `most` to the largest.
+static ALWAYS_INLINE void NAME(score)(const Attention *all, const NAME(Query) *query, const NAME(Keys) *keys, int count,
                                       float (*scores)[BLOCK], float *most, const int chunks, const int tile)
 {
     FLOATS largest[4];
@@ -61,20 +173,13 @@ static ALWAYS_INLINE void NAME(score)(const Attention *all, const float *query, 
             UNROLLED for (int head = 0; head < tile; head++)
                 parts[head][quarter] = NAME(first_sums)(products[head]);
         }
-        UNROLLED for (int head = 0; head < tile; head++) {
-            FLOATS found = NAME(last_sums)(parts[head]) * all->scaling;
-            if (all->softcap > 0)
-                for (int lane = 0; lane < LANES; lane++)
-                    found[lane] = tanhf(found[lane] / all->softcap) * all->softcap;
-            for (int lane = count - first; lane < LANES; lane++)
-                found[lane] = LEAST;
-            largest[head] = NAME(larger)(largest[head], found);
-            memcpy(scores[head] + first, &found, sizeof found);
-        }
+        UNROLLED for (int head = 0; head < tile; head++)
+            NAME(take)(all, NAME(last_sums)(parts[head]), scores[head], first, count, largest + head);
     }
     UNROLLED for (int head = 0; head < tile; head++)
         most[head] = NAME(largest_of)(largest[head]);
 }
+#endif
 
 // Turn scores into weights relative to e^most; shrink the totals, and add them, lane by lane.
 static ALWAYS_INLINE void NAME(weigh)(float *scores, int count, float most, float shrink, float *totals)
@@ -109,8 +214,8 @@ static ALWAYS_INLINE void NAME(add_values)(float *sum, int value_chunks, const f
 }
 
 // Go through one block of keys and values for `tile` query heads that share them.
-static ALWAYS_INLINE void NAME(attend_block)(const Attention *all, const float *query, float *sum, State *states,
-                                             const float *const *keys, const float *const *values, int count,
+static ALWAYS_INLINE void NAME(attend_block)(const Attention *all, const NAME(Query) *query, float *sum, State *states,
+                                             const NAME(Keys) *keys, const float *const *values, int count,
                                              const int key_chunks, const int value_chunks, const int tile)
 {
     float scores[4][BLOCK], shrinks[4], most[4];
@@ -140,11 +245,17 @@ static ALWAYS_INLINE void NAME(lead)(const Attention *all, Block *block, int64_t
         block->values[index] = (const float *)all->values + place * value_size;
         return;
     }
-    const int key_width = (key_size + LANES - 1) / LANES * LANES, value_width = (value_size + LANES - 1) / LANES * LANES;
+    const int value_width = (value_size + LANES - 1) / LANES * LANES;
+#if IS_PAIRED
+    float *value = copies + index * value_width;
+    block->keys[index] = (const float *)((const char *)all->keys + 2 * place * key_size);
+#else
+    const int key_width = (key_size + LANES - 1) / LANES * LANES;
     float *key = copies + index * (key_width + value_width), *value = key + key_width;
     NAME(copy)(key, all->keys, place * key_size, key_size, is_bf16);
-    NAME(copy)(value, all->values, place * value_size, value_size, is_bf16);
     block->keys[index] = key;
+#endif
+    NAME(copy)(value, all->values, place * value_size, value_size, is_bf16);
     block->values[index] = value;
 }
 
@@ -163,8 +274,9 @@ static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *row
     Block shared, own;
     for (int head = 0; head < num_rows * num_heads; head++) {
         const int64_t token = rows[head / num_heads].token, number = head % num_heads;
-        NAME(copy)(queries + head * key_width, all->query, token * all->query_stride + number * key_size, key_size,
-                   is_bf16);
+        if (!IS_PAIRED)
+            NAME(copy)(queries + head * key_width, all->query, token * all->query_stride + number * key_size, key_size,
+                       is_bf16);
         states[head].most = all->sinks ? all->sinks[number] : LEAST;
         memset(states[head].totals, 0, sizeof states[head].totals);
         states[head].totals[0] = all->sinks ? 1 : 0;
@@ -185,13 +297,26 @@ static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *row
                 fetch(all, later, kv_head * BLOCK + position - first, is_bf16);
                 NAME(lead)(all, &shared, position - low, first_slot + position, kv_head, copies, is_copied, is_bf16);
             }
+#if IS_PAIRED
+            NAME(turn_block)(&shared, high - low, NAME(room_for_turned)(copies, value_width), key_size / 2);
+#else
             pad(&shared, high - low);
+#endif
             for (int row = 0; row < num_rows; row++) {
                 const int64_t seen = first_seen(all, rows + row), from = low > seen ? low : seen;
                 const int64_t to = first + BLOCK < rows[row].end ? first + BLOCK : rows[row].end;
                 if (from >= to)
                     continue;
-                const float *const *keys = shared.keys + (from - low), *const *values = shared.values + (from - low);
+                const float *const *values = shared.values + (from - low);
+#if IS_PAIRED
+                const NAME(Query) *query = (const char *)all->query + 2 * rows[row].token * all->query_stride;
+                const NAME(Keys) *keys = shared.turned; // no row begins within a block
+                const int query_size = 2 * key_size;
+#else
+                const NAME(Query) *query = queries + row * num_heads * key_width;
+                const NAME(Keys) *keys = shared.keys + (from - low);
+                const int query_size = key_width;
+#endif
                 if (to > rows[row].num_linear) {
                     for (int64_t position = from; position < to; position++)
                         if (position < rows[row].num_linear) {
@@ -200,14 +325,20 @@ static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *row
                         } else
                             NAME(lead)(all, &own, position - from, slot_on_path(all, rows + row, position), kv_head,
                                        own_copies, is_copied, is_bf16);
+#if IS_PAIRED
+                    NAME(turn_block)(&own, to - from, NAME(room_for_turned)(own_copies, value_width), key_size / 2);
+                    keys = own.turned;
+#else
                     pad(&own, to - from);
-                    keys = own.keys, values = own.values;
+                    keys = own.keys;
+#endif
+                    values = own.values;
                 }
                 for (int head = kv_head * group, last = head + group; head < last;) {
                     const int tile = last - head < 4 ? last - head : 4, place = row * num_heads + head;
 #define TILE(number)                                                                                                   \
     case number:                                                                                                       \
-        NAME(attend_block)(all, queries + place * key_width, sums + place * value_width, states + place, keys, values, \
+        NAME(attend_block)(all, query + head * query_size, sums + place * value_width, states + place, keys, values,   \
                            (int)(to - from), key_chunks, value_chunks, number);                                        \
         break;
                     switch (tile) { TILE(1) TILE(2) TILE(3) TILE(4) }
@@ -235,12 +366,17 @@ static void NAME(attend)(const Attention *all, const Row *rows, int64_t num_rows
         const int count = num_of_one_text(rows + index, num_rows - index);
         const Row *next = rows + (index + count < num_rows ? index + count : index);
         const int64_t slot = next->first_slot + first_seen(all, next) / BLOCK * BLOCK;
+#if IS_PAIRED
+        (void)is_copied;
+        NAME(attend_rows)(all, rows + index, count, slot, room, 1, 1);
+#else
         if (all->is_bf16)
             NAME(attend_rows)(all, rows + index, count, slot, room, 1, 1);
         else if (is_copied)
             NAME(attend_rows)(all, rows + index, count, slot, room, 1, 0);
         else
             NAME(attend_rows)(all, rows + index, count, slot, room, 0, 0);
+#endif
         index += count;
     }
 }
@@ -248,4 +384,5 @@ static void NAME(attend)(const Attention *all, const Row *rows, int64_t num_rows
 #undef FLOATS
 #undef INTS
 #undef LANES
+#undef IS_PAIRED
 #undef NAME

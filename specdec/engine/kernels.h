@@ -14,6 +14,15 @@
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (INTS){__VA_ARGS__})
 #endif
 
+// Fetch a line to the first cache, or only to the second; the compiler wants the level as it stands here, also without inlining.
+static ALWAYS_INLINE void fetch_line(const char *line, const int level)
+{
+    if (level == 1)
+        __builtin_prefetch(line);
+    else
+        __builtin_prefetch(line, 0, 2);
+}
+
 #if defined(__x86_64__) && !defined(__clang__)
 #define HAS_VERSIONS // for wider vectors than every processor has
 #include <immintrin.h>
@@ -56,6 +65,7 @@ typedef struct {
     int64_t has_tiles;     // multiply in tiles: where specdec_has_tiles, and a row is one of whole tiles, of 64 bytes each
 } Weight;
 
+int64_t specdec_has_pairs(void);
 int64_t specdec_room(const Attention *all);
 void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room);
 void specdec_store(char *slots, const char *tokens, int64_t stride, const int64_t *places, int64_t count, int64_t num_bytes);

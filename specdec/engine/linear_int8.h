@@ -103,7 +103,7 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const NAME(Tile) *ti
         UNROLLED for (int half = 0; half < 2; half++)
             weights[half] = _mm512_loadu_si512(line + 64 * half);
         UNROLLED for (int fetched = first_fetched; fetched < end_fetched; fetched++)
-            __builtin_prefetch(line + ahead + 64 * fetched, 0, 4 - level);
+            fetch_line(line + ahead + 64 * fetched, level);
         UNROLLED for (int index = 0; index < num_rows; index++)
             UNROLLED for (int part = 0; part < 2; part++) {
                 const __m512i four = _mm512_set1_epi32(digits[2 * index + part]);

@@ -52,7 +52,7 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
             UNROLLED for (int half = 0; half < 2; half++)
                 numbers[half] = NAME(at)((const float *)line, half);
             UNROLLED for (int fetched = first_fetched; fetched < end_fetched; fetched++)
-                __builtin_prefetch(line + ahead + 64 * fetched, 0, 4 - level);
+                fetch_line(line + ahead + 64 * fetched, level);
             UNROLLED for (int index = 0; index < num_rows; index++)
                 UNROLLED for (int half = 0; half < 2; half++)
                     sums[index][half] = NAME(accumulate)(sums[index][half], numbers[half], inputs + index * num_bytes + byte);
