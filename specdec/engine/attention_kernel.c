@@ -64,6 +64,32 @@ static ALWAYS_INLINE void fetch(const Attention *all, int64_t slot, int64_t head
 #ifdef HAS_VERSIONS
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
+// Copy 16 rows of 16 pairs of numbers, from `byte` on, so that a pair of all rows lies side by side.
+static ALWAYS_INLINE void transpose(const char *const *rows, int64_t byte, uint32_t *columns)
+{
+    __m512i a[16], b[16];
+    UNROLLED for (int i = 0; i < 16; i++)
+        a[i] = _mm512_loadu_si512(rows[i] + byte);
+    UNROLLED for (int i = 0; i < 16; i += 2) {
+        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    UNROLLED for (int i = 0; i < 16; i += 4)
+        UNROLLED for (int j = 0; j < 2; j++) {
+            a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + 2 + j]);
+            a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + 2 + j]);
+        }
+    UNROLLED for (int j = 0; j < 4; j++) {
+        const __m512i even = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88), odd = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i later_even = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512i later_odd = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        _mm512_storeu_si512(columns + 16 * j, _mm512_shuffle_i32x4(even, later_even, 0x88));
+        _mm512_storeu_si512(columns + 16 * (4 + j), _mm512_shuffle_i32x4(odd, later_odd, 0x88));
+        _mm512_storeu_si512(columns + 16 * (8 + j), _mm512_shuffle_i32x4(even, later_even, 0xdd));
+        _mm512_storeu_si512(columns + 16 * (12 + j), _mm512_shuffle_i32x4(odd, later_odd, 0xdd));
+    }
+}
+
 #define LANES 16
 #define IS_PAIRED 0
 #define NAME(x) x##_16

@@ -65,47 +65,23 @@ static ALWAYS_INLINE void NAME(take)(const Attention *all, FLOATS found, float *
 }
 
 #if IS_PAIRED
-// Turn 16 keys: `turned` gets the first pair of each, then the second of each. `num_pairs` is a multiple of 16.
-static ALWAYS_INLINE void NAME(turn)(const float *const *keys, __m512i *turned, int num_pairs)
-{
-    for (int first = 0; first < num_pairs; first += 16) {
-        __m512i rows[16], other[16];
-        UNROLLED for (int i = 0; i < 16; i++)
-            rows[i] = _mm512_loadu_si512(keys[i] + first);
-        UNROLLED for (int i = 0; i < 16; i += 2) {
-            other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-            other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-        }
-        UNROLLED for (int i = 0; i < 16; i += 4)
-            UNROLLED for (int half = 0; half < 2; half++) {
-                rows[i + 2 * half] = _mm512_unpacklo_epi64(other[i + half], other[i + 2 + half]);
-                rows[i + 2 * half + 1] = _mm512_unpackhi_epi64(other[i + half], other[i + 2 + half]);
-            }
-        UNROLLED for (int i = 0; i < 4; i++) { // a quarter of rows[i + 4 * j] now has one pair of keys 4 * j to 4 * j + 3
-            const __m512i low_even = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0x88);
-            const __m512i low_odd = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0xdd);
-            const __m512i high_even = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0x88);
-            const __m512i high_odd = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0xdd);
-            _mm512_store_si512(turned + first + i, _mm512_shuffle_i32x4(low_even, high_even, 0x88));
-            _mm512_store_si512(turned + first + 4 + i, _mm512_shuffle_i32x4(low_odd, high_odd, 0x88));
-            _mm512_store_si512(turned + first + 8 + i, _mm512_shuffle_i32x4(low_even, high_even, 0xdd));
-            _mm512_store_si512(turned + first + 12 + i, _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd));
-        }
-    }
-}
-
 // Return where a block's turned keys lie, after the copies of its values, on a whole line.
 static ALWAYS_INLINE __m512i *NAME(room_for_turned)(float *copies, int value_width)
 {
     return (__m512i *)(((uintptr_t)(copies + BLOCK * value_width) + 63) / 64 * 64);
 }
 
-// Turn a block's keys, to `turned`, which begins on a whole line.
+// Turn a block's keys, to `turned`: of each 16 the first pair of all, then the second. `num_pairs` is a multiple of 16.
 static ALWAYS_INLINE void NAME(turn_block)(Block *block, int64_t count, __m512i *turned, int num_pairs)
 {
     pad(block, count);
-    for (int64_t first = 0; first < count; first += LANES)
-        NAME(turn)(block->keys + first, turned + first / LANES * num_pairs, num_pairs);
+    for (int64_t first = 0; first < count; first += LANES) {
+        const char *keys[LANES];
+        for (int lane = 0; lane < LANES; lane++)
+            keys[lane] = (const char *)block->keys[first + lane];
+        for (int pair = 0; pair < num_pairs; pair += 16)
+            transpose(keys, 4 * pair, (uint32_t *)(turned + first / LANES * num_pairs + pair));
+    }
     block->turned = turned;
 }
 
