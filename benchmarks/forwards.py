@@ -1,8 +1,9 @@
 """`python -m benchmarks.forwards`: the cost of one forward, without the services.
 
-After CACHED_TOKENS tokens a session, on one thread: in a tight loop, and each after a sleep, as it is in a round while
-other workers have their turn; a processor that slept runs its first milliseconds slower. `--kinds` compares number
-types and quantisations, forward by forward in turn: DTYPE, or DTYPE+QUANTIZATION, as float32,bfloat16,float32+int8.
+After CACHED_TOKENS tokens a session, on one thread and those that help it: in a tight loop, and each after a sleep, as
+it is in a round while other workers have their turn; a processor that slept runs its first milliseconds slower.
+`--kinds` compares number types and quantisations, forward by forward in turn: DTYPE, or DTYPE+QUANTIZATION, as
+float32,bfloat16,float32+int8.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 
 from benchmarks.measure import hardware
 from specdec.engine import Feed, LanguageModel, load_language_model
+from specdec.engine.helpers import set_helpers
 
 MODELS = Path(__file__).parent.parent / "models"
 CACHED_TOKENS = 300
@@ -85,15 +87,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=[str(MODELS / "target"), str(MODELS / "draft")])
     parser.add_argument("--kinds", default="auto", help="number types and quantisations to compare (default: auto)")
+    parser.add_argument("--helpers", type=int, default=0, help="threads that help (default: 0)")
     parser.add_argument("--repetitions", type=int, default=100, help="of every forward (default: 100)")
     flags = parser.parse_args()
     torch.set_num_threads(1)
+    num_helpers = set_helpers(flags.helpers)
     print(hardware())
     for name in flags.models:
         models = {kind: loaded(name, kind) for kind in flags.kinds.split(",")}
         first = next(iter(models))
+        threads = f"one thread and {num_helpers} helpers" if num_helpers else "one thread"
         load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-        print(f"\n### {Path(name).name}, after {CACHED_TOKENS} cached tokens, one thread; load of the machine {load}\n")
+        print(f"\n### {Path(name).name}, after {CACHED_TOKENS} cached tokens, {threads}; load of the machine {load}\n")
         names = [kind.replace("auto", f"auto ({model.dtype})") for kind, model in models.items()]
         titles = [f"{kind}, ms | after {1000 * SLEEP_S:g} ms of sleep | to {first}" for kind in names]
         print(f"| sessions | tokens of each | {' | '.join(titles)} |")

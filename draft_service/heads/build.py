@@ -5,8 +5,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draft_service.heads.drafter import HeadDrafter
 from draft_service.heads.loop import HeadLoop
 from draft_service.heads.settings import HeadSettings
@@ -17,7 +15,7 @@ from specdec.heads.drafting.runner import Runner
 from specdec.heads.formats.target import target_folder
 from specdec.serving.background import in_background
 from specdec.serving.grammars import GrammarCompiler
-from specdec.serving.model_worker import eos_token_ids, running
+from specdec.serving.model_worker import eos_token_ids, running, use_processors
 from specdec.serving.server import Server
 from specdec.serving.telemetry import get_logger
 from specdec.serving.tokenizer import fingerprint, load_tokenizer, num_token_ids, tokenizer_folder
@@ -28,7 +26,7 @@ async def build_drafter(
     kind: str, folder: str, settings: HeadSettings, server: Server, stack: AsyncExitStack
 ) -> HeadDrafter:
     """Return the drafter of a head, its thread running. Raises ValueError for a head that cannot be used."""
-    torch.set_num_threads(settings.num_threads)
+    use_processors(settings)
     begin = time.perf_counter()
     get_logger().info("loading", head=folder, target=settings.head_target)
     try:

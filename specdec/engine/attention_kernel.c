@@ -9,6 +9,7 @@
 #define BLOCK 64
 #define MAX_ROWS 33    // that go through a block of keys together: a round's
 #define LEAST -1e30f   // a score that weighs nothing
+#define MIN_SHARED_BYTES (1 << 17) // of keys and values: less is read before a helper is at it
 #define VALUE_CHUNKS 2 // vectors of a value that are added up together
 
 // One query head between two blocks: the largest score yet, and the weights relative to e^most, added up lane by lane.
@@ -48,11 +49,11 @@ static int num_of_one_text(const Row *rows, int64_t num_rows)
     return count;
 }
 
-// Let the processor fetch one head's key and value of those that begin with `slot`, as they are wanted soon: without that a
-// forward waits for memory most of the time. They may lie outside the pool.
+// Let the processor fetch one head's key and value of a slot, as they are wanted soon: without that a forward waits for memory
+// most of the time. They may lie outside the pool.
 static ALWAYS_INLINE void fetch(const Attention *all, int64_t slot, int64_t head, const int is_bf16)
 {
-    const int64_t place = slot * all->num_kv_heads + head, size = is_bf16 ? 2 : 4;
+    const int64_t place = slot * all->slot_heads + head, size = is_bf16 ? 2 : 4;
     const char *key = (const char *)all->keys + place * all->key_size * size;
     const char *value = (const char *)all->values + place * all->value_size * size;
     for (int64_t byte = 0; byte < all->key_size * size; byte += 64)
@@ -166,6 +167,127 @@ void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, flo
     else
 #endif
         attend_4(all, rows, num_rows, room);
+}
+
+// The attention of several threads: each part is some key heads of some texts, whose query heads go with them. Behind it lie
+// its rows, where each text begins among them, the trees' paths, and the sinks.
+typedef struct {
+    Attention all;
+    int64_t num_rows, num_texts, num_paths, num_parts;
+} Shared;
+
+static Row *rows_of(const Shared *shared)
+{
+    return (Row *)(shared + 1);
+}
+
+static int64_t *texts_of(const Shared *shared)
+{
+    return (int64_t *)(rows_of(shared) + shared->num_rows);
+}
+
+static int64_t *paths_of(const Shared *shared)
+{
+    return texts_of(shared) + shared->num_texts + 1;
+}
+
+static float *sinks_of(const Shared *shared)
+{
+    return (float *)(paths_of(shared) + shared->num_paths);
+}
+
+// Return the first of the heads of all texts, one after the other, that a part has.
+static int64_t first_head_of(const Shared *shared, int64_t part)
+{
+    return shared->num_texts * shared->all.num_kv_heads * part / shared->num_parts;
+}
+
+// Attend with one key head of one text.
+static void attend_head(const Shared *shared, int64_t number, char *output, char *room)
+{
+    const Attention *all = &shared->all;
+    const int64_t text = number / all->num_kv_heads, head = number % all->num_kv_heads, size = all->is_bf16 ? 2 : 4;
+    const int64_t group = all->num_heads / all->num_kv_heads, first = texts_of(shared)[text];
+    Attention own = *all;
+    own.query = (const char *)all->query + head * group * all->key_size * size;
+    own.keys = (const char *)all->keys + head * all->key_size * size;
+    own.values = (const char *)all->values + head * all->value_size * size;
+    own.output = output + head * group * all->value_size * size;
+    own.sinks = all->sinks ? sinks_of(shared) + head * group : NULL;
+    own.slots = paths_of(shared);
+    own.num_heads = group;
+    own.num_kv_heads = 1;
+    specdec_attend(&own, rows_of(shared) + first, texts_of(shared)[text + 1] - first, (float *)room);
+}
+
+static void attend_part(const void *task, int64_t part, char *output, char *room)
+{
+    const Shared *shared = task;
+    for (int64_t number = first_head_of(shared, part); number < first_head_of(shared, part + 1); number++)
+        attend_head(shared, number, output, room);
+}
+
+static void copy_part(const void *task, int64_t part, const char *from, char *to)
+{
+    const Shared *shared = task;
+    const Attention *all = &shared->all;
+    const int64_t num_bytes = all->num_heads / all->num_kv_heads * all->value_size * (all->is_bf16 ? 2 : 4);
+    for (int64_t number = first_head_of(shared, part); number < first_head_of(shared, part + 1); number++) {
+        const int64_t text = number / all->num_kv_heads, head = number % all->num_kv_heads;
+        for (int64_t row = texts_of(shared)[text]; row < texts_of(shared)[text + 1]; row++) {
+            const int64_t token = rows_of(shared)[row].token * all->output_heads * all->value_size * (all->is_bf16 ? 2 : 4);
+            const int64_t place = token + head * num_bytes;
+            memcpy(to + place, from + place, (size_t)num_bytes);
+        }
+    }
+}
+
+// Return how many bytes of keys and values some rows read, a text's once.
+static int64_t bytes_read(const Attention *all, const Row *rows, int64_t num_rows)
+{
+    int64_t num_slots = 0;
+    for (int64_t index = 0; index < num_rows; index += num_of_one_text(rows + index, num_rows - index))
+        num_slots += rows[index].end - first_seen(all, rows + index);
+    return num_slots * all->num_kv_heads * (all->key_size + all->value_size) * (all->is_bf16 ? 2 : 4);
+}
+
+// As specdec_attend, with the help of others. The rows' paths have num_paths slots in all; keys and values stay where they are
+// until specdec_rest.
+void specdec_attend_shared(const Attention *all, const Row *rows, int64_t num_rows, int64_t num_paths, float *room)
+{
+    const int64_t size = all->is_bf16 ? 2 : 4, token_bytes = all->num_heads * all->key_size * size;
+    int64_t num_tokens = 0;
+    for (int64_t index = 0; index < num_rows; index++)
+        num_tokens = rows[index].token < num_tokens ? num_tokens : rows[index].token + 1;
+    const int64_t output_bytes = num_tokens * all->output_heads * all->value_size * size;
+    const int64_t query_bytes = WHOLE_LINES(num_tokens * token_bytes);
+    Shared task = {*all, num_rows, 0, num_paths, 1};
+    for (int64_t index = 0; index < num_rows; index += num_of_one_text(rows + index, num_rows - index))
+        task.num_texts++;
+    const int64_t num_numbers = task.num_texts + 1 + num_paths, num_heads = task.num_texts * all->num_kv_heads;
+    const int64_t task_bytes = (int64_t)sizeof task + num_rows * (int64_t)sizeof *rows + num_numbers * (int64_t)sizeof(int64_t)
+                               + all->num_heads * (int64_t)sizeof(float);
+    char *shared = NULL;
+    if (num_heads > 1 && task_bytes <= MAX_TASK_BYTES && bytes_read(all, rows, num_rows) >= MIN_SHARED_BYTES)
+        shared = specdec_room_to_share(query_bytes + task_bytes, output_bytes, specdec_room(all));
+    if (!shared)
+        return specdec_attend(all, rows, num_rows, room);
+    for (int64_t token = 0; token < num_tokens; token++)
+        memcpy(shared + token * token_bytes, (const char *)all->query + token * all->query_stride * size, (size_t)token_bytes);
+    task.all.query = shared;
+    task.all.query_stride = all->num_heads * all->key_size;
+    task.num_parts = num_heads < MAX_PARTS ? num_heads : MAX_PARTS;
+    Shared *whole = (Shared *)(shared + query_bytes);
+    *whole = task;
+    memcpy(rows_of(whole), rows, (size_t)num_rows * sizeof *rows);
+    int64_t *first = texts_of(whole);
+    for (int64_t index = 0; index < num_rows; index += num_of_one_text(rows + index, num_rows - index))
+        *first++ = index;
+    *first = num_rows;
+    memcpy(paths_of(whole), all->slots, (size_t)num_paths * sizeof(int64_t));
+    if (all->sinks)
+        memcpy(sinks_of(whole), all->sinks, (size_t)all->num_heads * sizeof(float));
+    specdec_share(&(Job){attend_part, copy_part, whole, all->output, (char *)room, task_bytes, output_bytes, task.num_parts});
 }
 
 // Copy the new tokens' keys or values to their slots, `num_bytes` each; tokens lie `stride` bytes apart.

@@ -214,7 +214,7 @@ static ALWAYS_INLINE void NAME(attend_block)(const Attention *all, const NAME(Qu
 static ALWAYS_INLINE void NAME(lead)(const Attention *all, Block *block, int64_t index, int64_t slot, int64_t kv_head,
                                      float *copies, const int is_copied, const int is_bf16)
 {
-    const int64_t place = slot * all->num_kv_heads + kv_head;
+    const int64_t place = slot * all->slot_heads + kv_head;
     const int key_size = (int)all->key_size, value_size = (int)all->value_size;
     if (!is_copied) {
         block->keys[index] = (const float *)all->keys + place * key_size;
@@ -270,7 +270,7 @@ static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *row
         const int64_t later = first + BLOCK < linear ? first_slot + first + BLOCK : next;
         for (int kv_head = 0; kv_head < all->num_kv_heads; kv_head++) {
             for (int64_t position = low; position < high; position++) {
-                fetch(all, later, kv_head * BLOCK + position - first, is_bf16);
+                fetch(all, later + position - first, kv_head, is_bf16);
                 NAME(lead)(all, &shared, position - low, first_slot + position, kv_head, copies, is_copied, is_bf16);
             }
 #if IS_PAIRED
@@ -325,7 +325,7 @@ static ALWAYS_INLINE void NAME(attend_rows)(const Attention *all, const Row *row
         }
     }
     for (int head = 0; head < num_rows * num_heads; head++) {
-        const int64_t place = rows[head / num_heads].token * num_heads + head % num_heads;
+        const int64_t place = rows[head / num_heads].token * all->output_heads + head % num_heads;
         const float total = NAME(sum_of)(NAME(at)(states[head].totals, 0));
         for (int chunk = 0; chunk < value_chunks; chunk++) {
             const int left = value_size - chunk * LANES;

@@ -199,10 +199,10 @@ static void attend_rows_tiles(const Attention *all, const Row *rows, int num_row
     (Queries){numbers + (first_query + (row) * group) * key_size, sums + (first_query + (row) * group) * value_size,   \
               states + first_query + (row) * group}
 #define LEAD(index, slot)                                                                                              \
-    keys[index] = own_keys + 2 * (slot) * num_kv_heads * key_size;                                                     \
-    values[index] = own_values + 2 * (slot) * num_kv_heads * value_size;
+    keys[index] = own_keys + 2 * (slot) * all->slot_heads * key_size;                                                     \
+    values[index] = own_values + 2 * (slot) * all->slot_heads * value_size;
             for (int index = 0; index < BLOCK; index++)
-                fetch(all, later, kv_head * BLOCK + index, 1);
+                fetch(all, later + index, kv_head, 1);
             if (low < high) {
                 for (int index = 0; index < BLOCK; index++)
                     if (index < low || index >= high)
@@ -236,7 +236,7 @@ static void attend_rows_tiles(const Attention *all, const Row *rows, int num_row
     for (int64_t row = 0; row < num_rows; row++)
         for (int64_t head = 0; head < all->num_heads; head++) {
             const int64_t place = head / group * count + row * group + head % group;
-            const int64_t output = (rows[row].token * all->num_heads + head) * value_size;
+            const int64_t output = (rows[row].token * all->output_heads + head) * value_size;
             for (int64_t number = 0; number < value_size; number += 16)
                 write_16(all->output, output + number, at_16(sums + place * value_size + number, 0) / states[place].totals[0], 16,
                          1);

@@ -8,10 +8,7 @@ in the batch changes. It is built when specdec is installed, where there is a C 
 import ctypes
 import sys
 from array import array
-from bisect import bisect_left
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
@@ -25,7 +22,6 @@ from specdec.engine.sdpa import Part, new_pool
 DTYPES = (torch.float32, torch.bfloat16)
 # of one sequence, by the kernel's lanes: more go through torch's, where that is faster (docs/benchmarks.md)
 MAX_TOKENS = {4: 8, 8: sys.maxsize, 16: sys.maxsize}
-MIN_SHARED_NUMBERS = 2_000_000  # of keys and values that a forward reads; fewer are not worth a second thread
 ROW_NUMBERS = 5  # of the C struct `Row`: token, first_slot, num_linear, end, path
 
 _POINTER = ctypes.c_void_p
@@ -36,7 +32,8 @@ class _Attention(ctypes.Structure):
 
     _fields_: ClassVar = (
         *((name, _POINTER) for name in ("query", "keys", "values", "output", "sinks", "slots")),
-        *((name, ctypes.c_int64) for name in ("query_stride", "num_heads", "num_kv_heads", "key_size", "value_size")),
+        *((name, ctypes.c_int64) for name in ("query_stride", "slot_heads", "output_heads")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_size", "value_size")),
         ("window", ctypes.c_int64),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -72,12 +69,12 @@ class CompiledBackend:
 
     def __init__(self, shapes: Sequence[LayerShape], options: PoolOptions) -> None:
         self.pool = new_pool(shapes, options)
-        self._threads = _Threads()
+        self._kernel = _Kernel()
         self._max_tokens = sys.maxsize if self.is_rowwise else max_tokens()
 
     def plan(self, segments: Sequence[Segment]) -> AttentionPlan:
         """See `AttentionBackend`."""
-        return CompiledPlan(segments, self.pool, self._threads, self._max_tokens)
+        return CompiledPlan(segments, self.pool, self._kernel, self._max_tokens)
 
 
 class RowwiseCompiledBackend(CompiledBackend):
@@ -86,12 +83,11 @@ class RowwiseCompiledBackend(CompiledBackend):
     is_rowwise = True
 
 
-class _Threads:
-    """Runs the kernel on as many threads as torch uses, each with room of its own."""
+class _Kernel:
+    """Runs the kernel, with room for what it computes in between."""
 
     def __init__(self) -> None:
-        self._others = ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), "attention")  # they start when needed
-        self._rooms: list[torch.Tensor] = []
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def attend(self, attention: _Attention, rows: "KernelRows") -> None:
         """Attend for all rows."""
@@ -99,18 +95,9 @@ class _Threads:
         assert library is not None, "checked by has_kernel"
         address = ctypes.addressof(attention)
         num_bytes = library.specdec_room(address)
-        row_numbers = attention.num_kv_heads * (attention.key_size + attention.value_size)
-        pieces = rows.pieces(row_numbers)
-        if len(self._rooms) < len(pieces) or self._rooms[0].nbytes < num_bytes:
-            self._rooms = [torch.empty(num_bytes, dtype=torch.uint8) for _ in pieces]
-        calls = [
-            (address, rows.address + first * ROW_NUMBERS * rows.numbers.itemsize, count, room.data_ptr())
-            for (first, count), room in zip(pieces, self._rooms, strict=False)
-        ]
-        others = [self._others.submit(library.specdec_attend, *call) for call in calls[1:]]
-        library.specdec_attend(*calls[0])
-        for other in others:
-            other.result()
+        if self._room.nbytes < num_bytes:
+            self._room = torch.empty(num_bytes, dtype=torch.uint8)
+        library.specdec_attend_shared(address, rows.address, rows.count, len(rows.paths), self._room.data_ptr())
 
 
 class KernelRows:
@@ -119,12 +106,16 @@ class KernelRows:
     def __init__(self) -> None:
         self.numbers = array("q")  # ROW_NUMBERS each
         self.paths = array("q")  # the slots of a tree's nodes, from its root to each of them
-        self._pieces: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def address(self) -> int:
         """Where the rows lie."""
         return self.numbers.buffer_info()[0]
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.numbers) // ROW_NUMBERS
 
     def add(self, segment: Segment, first_token: int, first_slot: int) -> None:
         """Add a sequence's new tokens."""
@@ -139,28 +130,13 @@ class KernelRows:
             self.numbers.extend((token, first_slot, segment.tree_start, end, len(self.paths)))
             self.paths.extend(path)
 
-    def pieces(self, row_numbers: int) -> list[tuple[int, int]]:
-        """Divide the rows among torch's threads: first row and count of each piece; `row_numbers` a visible token."""
-        if row_numbers not in self._pieces:
-            self._pieces[row_numbers] = self._divided(row_numbers)
-        return self._pieces[row_numbers]
-
-    def _divided(self, row_numbers: int) -> list[tuple[int, int]]:
-        count = len(self.numbers) // ROW_NUMBERS
-        read = list(accumulate(self.numbers[3::ROW_NUMBERS], initial=0))  # visible tokens of the rows before each
-        num_pieces = min(torch.get_num_threads(), count)
-        if num_pieces < 2 or read[-1] * row_numbers < MIN_SHARED_NUMBERS:
-            return [(0, count)]
-        bounds = [bisect_left(read, read[-1] * number / num_pieces) for number in range(num_pieces)]
-        return [(first, end - first) for first, end in pairwise([*bounds, count]) if end > first]
-
 
 class CompiledPlan:
     """The attention of one forward."""
 
-    def __init__(self, segments: Sequence[Segment], pool: ContiguousPool, threads: _Threads, max_tokens: int) -> None:
+    def __init__(self, segments: Sequence[Segment], pool: ContiguousPool, kernel: _Kernel, max_tokens: int) -> None:
         """A sequence with more than `max_tokens` new tokens goes through torch's kernel."""
-        self.pool, self._layers, self._threads = pool, iter(pool.layers), threads
+        self.pool, self._layers, self._kernel = pool, iter(pool.layers), kernel
         self.rows, self.slots = KernelRows(), array("q")
         self._prompts: list[tuple[slice, Part]] = []
         for segment in segments:
@@ -173,8 +149,8 @@ class CompiledPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the kernel attends for all new tokens, on one thread."""
-        return not self._prompts and torch.get_num_threads() == 1
+        """Whether the kernel attends for all new tokens."""
+        return not self._prompts
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -209,6 +185,8 @@ class CompiledPlan:
             sinks=None if sinks is None else sinks.data_ptr(),
             slots=self.rows.paths.buffer_info()[0],
             query_stride=query.stride(0),
+            slot_heads=layer.keys.shape[1],
+            output_heads=query.shape[1],
             num_heads=query.shape[1],
             num_kv_heads=layer.keys.shape[1],
             key_size=query.shape[2],
@@ -220,7 +198,7 @@ class CompiledPlan:
             lanes=num_lanes(),
             has_tiles=has_tiles(),
         )
-        self._threads.attend(attention, self.rows)
+        self._kernel.attend(attention, self.rows)
 
 
 def _with_whole_tokens(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

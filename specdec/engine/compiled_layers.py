@@ -72,6 +72,7 @@ class CompiledLayers:
             observed_rows=address(observed_rows),
             hidden_layers=address(hidden_layers),
             num_tokens=len(tokens),
+            num_paths=len(plan.rows.paths),
             num_logit_rows=len(logit_rows),
             num_observed=len(observed_rows),
             num_hidden_layers=len(hidden_layers),

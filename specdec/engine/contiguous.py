@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.engine.helpers import rest
 from specdec.engine.pool import LayerShape, allocating, num_blocks_within
 
 
@@ -21,6 +22,10 @@ class LayerPool:
         self.values = torch.empty(num_slots, shape.num_heads, shape.value_size, dtype=dtype, device=device)
         self.keys_by_head = self.keys.transpose(0, 1)[None]  # [1, kv_heads, num_slots, key_size], the same memory
         self.values_by_head = self.values.transpose(0, 1)[None]  # [1, kv_heads, num_slots, value_size]
+
+    def __del__(self) -> None:
+        """Free keys and values once no helper reads them."""
+        rest()
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16")
 #define LIST(...) __VA_ARGS__
+#define WHOLE_LINES(num_bytes) (((num_bytes) + 63) / 64 * 64)
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -34,12 +35,12 @@ static ALWAYS_INLINE void fetch_line(const char *line, const int level)
 // One layer's attention; sizes and strides in numbers, not in bytes.
 typedef struct {
     const void *query;     // [tokens, heads, key_size], tokens query_stride apart
-    const void *keys;      // [slots, kv_heads, key_size]
-    const void *values;    // [slots, kv_heads, value_size]
-    void *output;          // [tokens, heads, value_size]
+    const void *keys;      // [slots, kv_heads, key_size], slots slot_heads heads apart
+    const void *values;    // [slots, kv_heads, value_size], the same
+    void *output;          // [tokens, heads, value_size], tokens output_heads heads apart
     const float *sinks;    // [heads], or NULL
     const int64_t *slots;  // of the trees' paths
-    int64_t query_stride, num_heads, num_kv_heads, key_size, value_size;
+    int64_t query_stride, slot_heads, output_heads, num_heads, num_kv_heads, key_size, value_size;
     int64_t window;        // a token sees so many positions, its own included; 0: all
     float scaling, softcap;  // softcap 0: none
     int64_t is_bf16;       // else float32
@@ -65,9 +66,26 @@ typedef struct {
     int64_t has_tiles;     // multiply in tiles: where specdec_has_tiles, and a row is one of whole tiles, of 64 bytes each
 } Weight;
 
+// Work that several threads can do: parts that are computed one by one, each by one thread.
+typedef struct {
+    void (*compute)(const void *task, int64_t part, char *output, char *room);
+    void (*copy)(const void *task, int64_t part, const char *from, char *to);  // a part, between two outputs
+    const void *task;    // what both read. A helper has a copy of these task_bytes; but what they point to may meanwhile be
+                         // another job's, whatever it then computes: no number there may say where to read or write
+    char *output;        // what the parts are parts of
+    char *room;          // for `compute`
+    int64_t task_bytes, output_bytes, num_parts;
+} Job;
+
+#define MAX_TASK_BYTES (1 << 18)
+#define MAX_PARTS 1024
+
 int64_t specdec_has_pairs(void);
 int64_t specdec_room(const Attention *all);
 void specdec_attend(const Attention *all, const Row *rows, int64_t num_rows, float *room);
 void specdec_store(char *slots, const char *tokens, int64_t stride, const int64_t *places, int64_t count, int64_t num_bytes);
+char *specdec_room_to_share(int64_t shared_bytes, int64_t output_bytes, int64_t room_bytes);
+void specdec_share(const Job *job);
+void specdec_attend_shared(const Attention *all, const Row *rows, int64_t num_rows, int64_t num_paths, float *room);
 int64_t specdec_product_room(const Weight *weight, int64_t num_rows);
 void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows, char *room);

@@ -55,7 +55,10 @@ class ForwardStruct(ctypes.Structure):
     _fields_: ClassVar = (
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "angles", "rows", "paths")),
         *((name, _POINTER) for name in ("logit_rows", "observed_rows", "hidden_layers")),
-        *((name, _NUMBER) for name in ("num_tokens", "num_logit_rows", "num_observed", "num_hidden_layers")),
+        *(
+            (name, _NUMBER)
+            for name in ("num_tokens", "num_paths", "num_logit_rows", "num_observed", "num_hidden_layers")
+        ),
         *((name, _POINTER) for name in ("logits", "states")),
     )
 

@@ -50,7 +50,7 @@ typedef struct {
     const Row *rows;                            // [num_tokens]: what each sees
     const int64_t *paths;                       // as Attention's slots
     const int64_t *logit_rows, *observed_rows, *hidden_layers;  // hidden_layers ascend
-    int64_t num_tokens, num_logit_rows, num_observed, num_hidden_layers;
+    int64_t num_tokens, num_paths, num_logit_rows, num_observed, num_hidden_layers;
     void *logits;                               // [num_logit_rows, vocabulary]
     char *states;                               // [num_observed, num_hidden_layers, width]
 } Forward;
@@ -73,6 +73,8 @@ static Attention attention_of(const Model *model, const Layer *layer)
     return (Attention){.keys = layer->keys,
                        .values = layer->values,
                        .query_stride = (model->num_heads + 2 * model->num_kv_heads) * model->head_size,
+                       .slot_heads = model->num_kv_heads,
+                       .output_heads = model->num_heads,
                        .num_heads = model->num_heads,
                        .num_kv_heads = model->num_kv_heads,
                        .key_size = model->head_size,
@@ -111,7 +113,8 @@ static int64_t divide(const Model *model, int64_t num_tokens, char *memory, Room
     return num_bytes + specdec_room(&attention);
 }
 
-// Store the new keys and values of a group of tokens, and attend: from `wide` to `narrow`.
+// Store the new keys and values of a group of tokens, and attend: from `wide` to `narrow`. Helpers may read keys and values that
+// lie in the layer's own place alone, which stays.
 static void attend(const Model *model, const Layer *layer, const Forward *forward, const Group *group, const Room *room)
 {
     const int64_t size = model->is_bf16 ? 2 : 4, num_bytes = model->num_kv_heads * model->head_size * size;
@@ -125,7 +128,10 @@ static void attend(const Model *model, const Layer *layer, const Forward *forwar
     attention.query = room->wide;
     attention.output = room->narrow;
     attention.slots = forward->paths;
-    specdec_attend(&attention, forward->rows + group->first, group->count, room->attention);
+    if (group->keys == layer->keys)
+        specdec_attend_shared(&attention, forward->rows, group->count, forward->num_paths, room->attention);
+    else
+        specdec_attend(&attention, forward->rows + group->first, group->count, room->attention);
 }
 
 // Copy the observed rows if the next hidden state that is wanted is that before layer `number`; return how many it was.

@@ -5,12 +5,13 @@ costs more than the product itself. A weight that was packed once is ready to be
 
 A packed product is close to the plain one, not equal: kernels differ in the order of their sums, and which kernel runs
 depends on the processor. A worker agrees with itself: the same weights and shapes give the same bits. Which product it
-is depends on type, shape, processor and number of threads alone, never on a measurement.
+is depends on type, shape and processor alone, never on a measurement.
 """
 
 import torch
 from torch import nn
 
+from specdec.engine.helpers import rest
 from specdec.engine.native import Weight, has_pairs, in_tiles, multiply, num_lanes
 
 MIN_FLOAT32_LANES = 8  # narrower vectors have no kernel of ours
@@ -42,10 +43,10 @@ class PackedLinear(nn.Module):
 
 
 class KernelLinear(nn.Module):
-    """As `PackedLinear`, by our own kernel, on one thread (`linear_kernel.c`): a row's bits depend on it alone.
+    """As `PackedLinear`, by our own kernel (`linear_kernel.c`): a row's bits depend on it alone.
 
     With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read;
-    with the matrix unit 32.
+    with the matrix unit 32. It runs on one thread, and on those that help it (`helpers.py`).
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -75,6 +76,10 @@ class KernelLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight as it was before packing, [out_features, in_features]; computed at each reading."""
         return self._blocks.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+
+    def __del__(self) -> None:
+        """Free the weight once no helper reads it."""
+        rest()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows @ weight.T + bias: [..., in_features] -> [..., out_features].
@@ -118,9 +123,7 @@ def try_prepack(module: nn.Module) -> Packed | None:
 
 
 def _takes_kernel(linear: nn.Linear) -> bool:
-    """Whether our own kernel serves the layer: it runs on one thread, where oneDNN runs on as many as torch has."""
-    if torch.get_num_threads() > 1:
-        return False
+    """Whether our own kernel serves the layer."""
     if linear.weight.dtype == torch.float32:
         return num_lanes() >= MIN_FLOAT32_LANES
     return linear.in_features % 2 == 0 and has_pairs()

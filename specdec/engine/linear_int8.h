@@ -14,12 +14,19 @@
 
 typedef uint8_t NAME(bytes) __attribute__((vector_size(LANES)));
 
-// Rows that go through a block of channels together.
+// The rounded rows of a product, in tiles of MAX_INT8_ROWS at most, which go through a block of channels together.
 typedef struct {
-    int32_t *digits;  // [steps, rows, low and high]: four digits + ZERO each; a step's lie side by side
-    float scales[MAX_INT8_ROWS];
-    int64_t first, count;
-} NAME(Tile);
+    float *scales;
+    int32_t *digits;  // of each tile [steps, rows, low and high]: four digits + ZERO each; a step's lie side by side
+    int64_t size, count;  // of tiles
+} NAME(Tiles);
+
+static NAME(Tiles) NAME(tiles_of)(const Product *product)
+{
+    const int64_t num_rows = product->num_rows, count = (num_rows + MAX_INT8_ROWS - 1) / MAX_INT8_ROWS;
+    float *scales = (float *)product->room;
+    return (NAME(Tiles)){scales, (int32_t *)(scales + num_rows), (num_rows + count - 1) / count, count};
+}
 
 // Return the largest absolute number; as bits, so that what is not a number is the largest.
 static ALWAYS_INLINE float NAME(reach)(const void *row, int64_t first, int64_t num_in, const int is_bf16)
@@ -46,21 +53,21 @@ static ALWAYS_INLINE void NAME(divide)(FLOATS numbers, float scale, NAME(bytes) 
     *high = __builtin_convertvector(stored >> 8 & 255, NAME(bytes));
 }
 
-// Round a row to digits, as number `place` of its tile.
-static ALWAYS_INLINE void NAME(round_row)(const void *row, int64_t first, int64_t num_in, NAME(Tile) *tile, int64_t place,
-                                          const int is_bf16)
+// Round a row to the digits of its tile, as number `place` of `count`; return its scale.
+static ALWAYS_INLINE float NAME(round_row)(const void *row, int64_t first, int64_t num_in, int32_t *tile, int64_t place,
+                                           int64_t count, const int is_bf16)
 {
     const float scale = NAME(reach)(row, first, num_in, is_bf16) / MAX_LEVEL;
     for (int64_t index = 0; index < num_in; index += LANES) {
         NAME(bytes) low, high;
         NAME(divide)(NAME(load)(row, first + index, num_in - index, is_bf16), scale, &low, &high);
         for (int part = 0; part < LANES / STEP && index + part * STEP < num_in; part++) {
-            int32_t *digits = tile->digits + ((index / STEP + part) * tile->count + place) * 2;
+            int32_t *digits = tile + ((index / STEP + part) * count + place) * 2;
             memcpy(digits, (const uint8_t *)&low + part * STEP, STEP);
             memcpy(digits + 1, (const uint8_t *)&high + part * STEP, STEP);
         }
     }
-    tile->scales[place] = scale;
+    return scale;
 }
 
 // Return float32(sums - zeros) * scales, rounded by itself.
@@ -88,12 +95,12 @@ static ALWAYS_INLINE void NAME(put)(const Weight *all, void *output, int64_t row
     NAME(write)(output, first, product + NAME(at)(all->bias + channel, 0), count, (int)all->is_bf16);
 }
 
-static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const NAME(Tile) *tile, void *output, int64_t channel,
-                                         int64_t ahead, const int level, const int first_fetched, const int end_fetched,
-                                         const int num_rows)
+// Multiply a tile of `num_rows` rows, whose first is `row`, with a block of channels; see linear_lanes.h.
+static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const int32_t *digits, const float *scales, void *output, int64_t row,
+                                         int64_t channel, int64_t ahead, const int level, const int first_fetched,
+                                         const int end_fetched, const int num_rows)
 {
     const char *line = all->numbers + channel * all->num_in;
-    const int32_t *digits = tile->digits;
     __m512i sums[MAX_INT8_ROWS][2][2];
     UNROLLED for (int index = 0; index < num_rows; index++)
         UNROLLED for (int part = 0; part < 4; part++)
@@ -115,51 +122,54 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const NAME(Tile) *ti
     UNROLLED for (int half = 0; half < 2; half++) {
         const int64_t first = channel + LANES * half;
         const __m512i zeros = _mm512_loadu_si512(all->zeros + first);
-        const FLOATS scales = NAME(at)(all->scales + first, 0);
+        const FLOATS channels = NAME(at)(all->scales + first, 0);
         UNROLLED for (int index = 0; index < num_rows; index++) {
-            const FLOATS low = NAME(scaled)(sums[index][0][half], zeros, scales);
-            const FLOATS high = NAME(scaled)(sums[index][1][half], zeros, scales);
-            NAME(put)(all, output, tile->first + index, first, (low + high * 256.0f) * tile->scales[index]);
+            const FLOATS low = NAME(scaled)(sums[index][0][half], zeros, channels);
+            const FLOATS high = NAME(scaled)(sums[index][1][half], zeros, channels);
+            NAME(put)(all, output, row + index, first, (low + high * 256.0f) * scales[row + index]);
         }
     }
 }
 
-// Round all rows, then go through the channels; `room` has specdec_product_room bytes.
-static void NAME(multiply_all)(const Weight *all, const void *rows, void *output, int64_t num_rows, char *room)
+// Round all rows.
+static void NAME(round_rows)(const Product *product)
 {
-    const int64_t num_tiles = (num_rows + MAX_INT8_ROWS - 1) / MAX_INT8_ROWS, block = all->num_in * CHANNELS;
-    const int is_far = num_rows > MAX_NEAR_INT8_ROWS && fetches_far();
-    const int64_t most = num_tiles ? (num_rows + num_tiles - 1) / num_tiles : 1;
-    NAME(Tile) *tiles = (NAME(Tile) *)room;
-    int32_t *digits = (int32_t *)(tiles + num_rows);
-    for (int64_t number = 0, row = 0; number < num_tiles; number++) {
-        NAME(Tile) *tile = tiles + number;
-        tile->digits = digits;
-        tile->first = row;
-        tile->count = num_rows - row < most ? num_rows - row : most;
-        for (int64_t place = 0; place < tile->count; place++, row++)
-            if (all->is_bf16)
-                NAME(round_row)(rows, row * all->num_in, all->num_in, tile, place, 1);
-            else
-                NAME(round_row)(rows, row * all->num_in, all->num_in, tile, place, 0);
-        digits += tile->count * all->num_in / STEP * 2;
+    const NAME(Tiles) tiles = NAME(tiles_of)(product);
+    const int64_t num_in = product->weight.num_in, num_rows = product->num_rows;
+    for (int64_t row = 0; row < num_rows; row++) {
+        const int64_t place = row % tiles.size, begin = row - place;
+        const int64_t count = num_rows - begin < tiles.size ? num_rows - begin : tiles.size;
+        int32_t *tile = tiles.digits + begin * num_in / STEP * 2;
+        tiles.scales[row] = product->weight.is_bf16
+                                ? NAME(round_row)(product->rows, row * num_in, num_in, tile, place, count, 1)
+                                : NAME(round_row)(product->rows, row * num_in, num_in, tile, place, count, 0);
     }
-    for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS)
-        for (int64_t number = 0; number < num_tiles; number++) {
+}
+
+// Compute the channels from `channel` to `end`, once the rows are rounded.
+static void NAME(multiply_channels)(const Product *product, void *output, int64_t channel, int64_t end)
+{
+    const Weight *all = &product->weight;
+    const NAME(Tiles) tiles = NAME(tiles_of)(product);
+    const int64_t num_rows = product->num_rows, num_tiles = tiles.count, block = all->num_in * CHANNELS;
+    const int is_far = num_rows > MAX_NEAR_INT8_ROWS && fetches_far();
+    for (; channel < end; channel += CHANNELS)
+        for (int64_t row = 0; row < num_rows; row += tiles.size) {
+            const int32_t *digits = tiles.digits + row * all->num_in / STEP * 2;
 #define TILE(count)                                                                                                    \
     case count:                                                                                                        \
-        if (is_far && number == 0)                                                                                     \
-            NAME(multiply)(all, tiles, output, channel, FAR, 2, 0, 2, count);                                          \
+        if (is_far && row == 0)                                                                                        \
+            NAME(multiply)(all, digits, tiles.scales, output, row, channel, FAR, 2, 0, 2, count);                      \
         else if (!is_far && num_tiles == 1)                                                                            \
-            NAME(multiply)(all, tiles, output, channel, NEAR, 1, 0, 2, count);                                         \
-        else if (!is_far && number == 0)                                                                               \
-            NAME(multiply)(all, tiles, output, channel, block, 1, 0, 1, count);                                        \
-        else if (!is_far && number == 1)                                                                               \
-            NAME(multiply)(all, tiles + 1, output, channel, block, 1, 1, 2, count);                                    \
+            NAME(multiply)(all, digits, tiles.scales, output, row, channel, NEAR, 1, 0, 2, count);                     \
+        else if (!is_far && row == 0)                                                                                  \
+            NAME(multiply)(all, digits, tiles.scales, output, row, channel, block, 1, 0, 1, count);                    \
+        else if (!is_far && row == tiles.size)                                                                         \
+            NAME(multiply)(all, digits, tiles.scales, output, row, channel, block, 1, 1, 2, count);                    \
         else                                                                                                           \
-            NAME(multiply)(all, tiles + number, output, channel, 0, 1, 0, 0, count);                                   \
+            NAME(multiply)(all, digits, tiles.scales, output, row, channel, 0, 1, 0, 0, count);                        \
         break;
-            switch (tiles[number].count) {
+            switch (num_rows - row < tiles.size ? num_rows - row : tiles.size) {
                 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
             }
 #undef TILE

@@ -10,8 +10,17 @@
 #define FAR 65536       // and, by processors that fetch far, to the second
 #define MAX_NEAR_ROWS 5 // that such a processor multiplies with what it fetches by itself
 #define MAX_NEAR_INT8_ROWS 3
+#define MIN_SHARED_BYTES (1 << 17) // of a weight: less is read before a helper is at it
 #define REQUEST_PERMISSION 0x1023  // ARCH_REQ_XCOMP_PERM, see Linux' Documentation/arch/x86/xstate.rst
 #define TILE_DATA 18               // XFEATURE_XTILE_DATA
+
+// One product.
+typedef struct {
+    Weight weight;
+    const char *rows;  // [num_rows, num_in]
+    char *room;        // of specdec_product_room bytes
+    int64_t num_rows, num_parts;
+} Product;
 
 #ifdef HAS_VERSIONS
 // Return whether the weight is fetched far ahead to the second cache, as sums and memory do not hide behind one another
@@ -108,30 +117,95 @@ int64_t specdec_product_room(const Weight *weight, int64_t num_rows)
         return tiles_room(weight, num_rows);
 #endif
 #ifdef HAS_VERSIONS
-    return weight->scales ? num_rows * (2 * weight->num_in + (int64_t)sizeof(Tile_int8)) : 0;
+    return weight->scales ? num_rows * (2 * weight->num_in + (int64_t)sizeof(float)) : 0;
 #else
     return 0;
 #endif
+}
+
+// Arrange the rows as they are multiplied.
+static void prepare(const Product *product)
+{
+#ifdef HAS_TILES
+    if (product->weight.has_tiles)
+        return product->weight.scales ? round_int8_rows(product) : fill_last(product);
+#endif
+#ifdef HAS_VERSIONS
+    if (product->weight.scales)
+        round_rows_int8(product);
+#endif
+}
+
+// Compute the channels from `channel` to `end`; both begin a block.
+static void multiply_channels(const Product *product, char *output, int64_t channel, int64_t end)
+{
+#ifdef HAS_VERSIONS
+    const Weight *weight = &product->weight;
+#ifdef HAS_TILES
+    if (weight->has_tiles && weight->scales)
+        return multiply_int8_tiles(product, output, channel, end);
+    if (weight->has_tiles)
+        return multiply_bf16_tiles(product, output, channel, end);
+#endif
+    if (weight->scales)
+        multiply_channels_int8(product, output, channel, end);
+    else if (weight->is_bf16)
+        multiply_channels_bf16(product, output, channel, end);
+    else if (weight->lanes == 16)
+        multiply_channels_16(product, output, channel, end);
+    else
+        multiply_channels_8(product, output, channel, end);
+#endif
+}
+
+// Return the channel that a part begins with; the last part ends with the last channel.
+static int64_t first_of(const Product *product, int64_t part)
+{
+    const int64_t channels = 2 * product->weight.lanes, num_blocks = (product->weight.num_out + channels - 1) / channels;
+    const int64_t first = num_blocks * part / product->num_parts * channels;
+    return first < product->weight.num_out ? first : product->weight.num_out;
+}
+
+static void compute_part(const void *task, int64_t part, char *output, char *room)
+{
+    (void)room;
+    const Product *product = task;
+    multiply_channels(product, output, first_of(product, part), first_of(product, part + 1));
+}
+
+static void copy_part(const void *task, int64_t part, const char *from, char *to)
+{
+    const Product *product = task;
+    const int64_t first = first_of(product, part), count = first_of(product, part + 1) - first;
+    const int64_t size = product->weight.is_bf16 ? 2 : 4;
+    for (int64_t row = 0; row < product->num_rows; row++) {
+        const int64_t place = (row * product->weight.num_out + first) * size;
+        memcpy(to + place, from + place, (size_t)(count * size));
+    }
 }
 
 // Compute rows @ weight.T + bias: with weights of 8 bits where specdec_has_bytes, of bfloat16 where specdec_has_pairs, of
 // float32 where vectors have the weight's lanes, 8 or 16. The number of inputs is one of whole steps.
 void specdec_multiply(const Weight *weight, const void *rows, void *output, int64_t num_rows, char *room)
 {
-#ifdef HAS_VERSIONS
-#ifdef HAS_TILES
-    if (weight->has_tiles && weight->scales)
-        return multiply_int8_tiles(weight, rows, output, num_rows, room);
-    if (weight->has_tiles)
-        return multiply_bf16_tiles(weight, rows, output, num_rows, room);
-#endif
-    if (weight->scales)
-        multiply_all_int8(weight, rows, output, num_rows, room);
-    else if (weight->is_bf16)
-        multiply_all_bf16(weight, rows, output, num_rows);
-    else if (weight->lanes == 16)
-        multiply_all_16(weight, rows, output, num_rows);
-    else
-        multiply_all_8(weight, rows, output, num_rows);
-#endif
+    if (!num_rows)
+        return;
+    Product product = {*weight, rows, room, num_rows, 1};
+    const int64_t size = weight->is_bf16 ? 2 : 4, weight_bytes = weight->num_in * weight->num_out * (weight->scales ? 1 : size);
+    const int64_t row_bytes = WHOLE_LINES(num_rows * weight->num_in * size), output_bytes = num_rows * weight->num_out * size;
+    char *shared = NULL;
+    if (weight_bytes >= MIN_SHARED_BYTES)
+        shared = specdec_room_to_share(row_bytes + specdec_product_room(weight, num_rows), output_bytes, 0);
+    if (!shared) {
+        prepare(&product);
+        return multiply_channels(&product, output, 0, weight->num_out);
+    }
+    // what helpers read must live as long as they do
+    memcpy(shared, rows, (size_t)(num_rows * weight->num_in * size));
+    product.rows = shared;
+    product.room = shared + row_bytes;
+    prepare(&product);
+    const int64_t num_blocks = (weight->num_out + 2 * weight->lanes - 1) / (2 * weight->lanes);
+    product.num_parts = num_blocks < MAX_PARTS ? num_blocks : MAX_PARTS;
+    specdec_share(&(Job){compute_part, copy_part, &product, output, NULL, sizeof product, output_bytes, product.num_parts});
 }

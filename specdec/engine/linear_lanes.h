@@ -67,13 +67,16 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
                       all->num_out - channel - LANES * half);
 }
 
-static void NAME(multiply_all)(const Weight *all, const char *rows, void *output, int64_t num_rows)
+// Compute the channels from `channel` to `end`.
+static void NAME(multiply_channels)(const Product *product, void *output, int64_t channel, int64_t end)
 {
-    const int64_t num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
-    const int64_t tile = num_tiles ? (num_rows + num_tiles - 1) / num_tiles : 1;
+    const Weight *all = &product->weight;
+    const char *rows = product->rows;
+    const int64_t num_rows = product->num_rows, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t tile = (num_rows + num_tiles - 1) / num_tiles;
     const int64_t block = all->num_in * (IS_BF16 ? 2 : 4) * CHANNELS;
     const int is_far = fetches_far();
-    for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS)
+    for (; channel < end; channel += CHANNELS)
         for (int64_t row = 0; row < num_rows; row += tile) {
             const int64_t count = num_rows - row < tile ? num_rows - row : tile;
             // rows that go through a block alone fetch just ahead; others share the work of fetching the next block

@@ -28,22 +28,28 @@ typedef struct {
     int64_t row_bytes, size, count;
 } Groups;
 
-// Divide rows into groups that are as equal as can be.
-static Groups grouped(const char *rows, int64_t num_rows, int64_t row_bytes)
+// Divide rows into groups that are as equal as can be; `last` is where the last is copied to if it is smaller than the others.
+static Groups grouped(const char *rows, int64_t num_rows, int64_t row_bytes, const char *last)
 {
-    const int64_t count = (num_rows + TILE_ROWS - 1) / TILE_ROWS, size = count ? (num_rows + count - 1) / count : 0;
-    return (Groups){rows, rows + (count - 1) * size * row_bytes, row_bytes, size, count};
+    const int64_t count = (num_rows + TILE_ROWS - 1) / TILE_ROWS, size = (num_rows + count - 1) / count;
+    const int64_t before_last = (count - 1) * size;
+    return (Groups){rows, num_rows - before_last == size ? rows + before_last * row_bytes : last, row_bytes, size, count};
 }
 
-// Copy the last group to `room` where it is smaller than the others.
-static void fill_last(Groups *groups, int64_t num_rows, char *room)
+static Groups groups_of(const Product *product)
 {
-    const int64_t num_last = num_rows - (groups->count - 1) * groups->size, num_bytes = num_last * groups->row_bytes;
-    if (num_last == groups->size)
+    return grouped(product->rows, product->num_rows, 2 * product->weight.num_in, product->room);
+}
+
+// Copy the last group to the product's room where it is smaller than the others.
+static void fill_last(const Product *product)
+{
+    const Groups groups = groups_of(product);
+    const int64_t first = (groups.count - 1) * groups.size, num_bytes = (product->num_rows - first) * groups.row_bytes;
+    if (groups.last != product->room)
         return;
-    memcpy(room, groups->last, (size_t)num_bytes);
-    memset(room + num_bytes, 0, (size_t)(groups->size * groups->row_bytes - num_bytes));
-    groups->last = room;
+    memcpy(product->room, product->rows + first * groups.row_bytes, (size_t)num_bytes);
+    memset(product->room + num_bytes, 0, (size_t)(groups.size * groups.row_bytes - num_bytes));
 }
 
 static ALWAYS_INLINE const char *group_of(const Groups *groups, int64_t number)
@@ -116,17 +122,16 @@ static int64_t tiles_room(const Weight *all, int64_t num_rows)
     return all->scales ? num_all * (2 * all->num_in + (int64_t)sizeof(float)) : TILE_ROWS * 2 * all->num_in;
 }
 
-// Compute rows @ weight.T + bias of bfloat16; `room` has tiles_room bytes.
-static void multiply_bf16_tiles(const Weight *all, const char *rows, void *output, int64_t num_rows, char *room)
+// Compute the channels from `channel` to `end` of bfloat16, once fill_last is done.
+static void multiply_bf16_tiles(const Product *product, void *output, int64_t channel, int64_t end)
 {
-    if (!num_rows)
-        return;
-    Groups groups = grouped(rows, num_rows, 2 * all->num_in);
-    fill_last(&groups, num_rows, room);
+    const Weight *all = &product->weight;
+    const int64_t num_rows = product->num_rows;
+    const Groups groups = groups_of(product);
     const int64_t block = groups.row_bytes * CHANNELS, num_passes = (groups.count + 1) / 2;
     TileSums sums;
     set_tiles(groups.size);
-    for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS) {
+    for (; channel < end; channel += CHANNELS) {
         const char *line = all->numbers + channel * groups.row_bytes;
         for (int64_t pass = 0; pass < num_passes; pass++) {
             // rows that go through a block in one pass fetch just ahead; others share the work of fetching the next block
@@ -159,34 +164,54 @@ static ALWAYS_INLINE float round_int8_row(const void *rows, int64_t first, int64
     return scale;
 }
 
-// Compute rows @ weight.T + bias with weights of 8 bits; `room` has tiles_room bytes.
-static void multiply_int8_tiles(const Weight *all, const void *rows, void *output, int64_t num_rows, char *room)
+// The rounded rows of a product: scales, then low and high digits, each of whole groups.
+typedef struct {
+    float *scales;
+    uint8_t *digits[2];
+    int64_t size, count;  // of groups
+} Rounded;
+
+static Rounded rounded(const Product *product)
 {
-    if (!num_rows)
-        return;
-    const Groups groups = grouped(rows, num_rows, all->num_in);
-    float *scales = (float *)room;
-    uint8_t *digits[2] = {(uint8_t *)(scales + num_rows)};
-    digits[1] = digits[0] + groups.count * groups.size * all->num_in;
-    for (int64_t row = 0, first = 0; row < num_rows; row++, first += all->num_in)
-        scales[row] = all->is_bf16 ? round_int8_row(rows, first, all->num_in, digits[0] + first, digits[1] + first, 1)
-                                   : round_int8_row(rows, first, all->num_in, digits[0] + first, digits[1] + first, 0);
+    const int64_t num_in = product->weight.num_in;
+    const Groups groups = grouped(NULL, product->num_rows, num_in, NULL);
+    float *scales = (float *)product->room;
+    uint8_t *digits = (uint8_t *)(scales + product->num_rows);
+    return (Rounded){scales, {digits, digits + groups.count * groups.size * num_in}, groups.size, groups.count};
+}
+
+// Round all rows.
+static void round_int8_rows(const Product *product)
+{
+    const Rounded to = rounded(product);
+    const int64_t num_in = product->weight.num_in;
+    for (int64_t row = 0, first = 0; row < product->num_rows; row++, first += num_in)
+        to.scales[row] = product->weight.is_bf16
+                             ? round_int8_row(product->rows, first, num_in, to.digits[0] + first, to.digits[1] + first, 1)
+                             : round_int8_row(product->rows, first, num_in, to.digits[0] + first, to.digits[1] + first, 0);
+}
+
+// Compute the channels from `channel` to `end` with weights of 8 bits, once the rows are rounded.
+static void multiply_int8_tiles(const Product *product, void *output, int64_t channel, int64_t end)
+{
+    const Weight *all = &product->weight;
+    const Rounded from = rounded(product);
+    const int64_t num_in = all->num_in;
     TileSums sums;
-    set_tiles(groups.size);
-    for (int64_t channel = 0; channel < all->num_out; channel += CHANNELS)
-        for (int64_t number = 0; number < groups.count; number++) {
-            const int64_t begin = number * groups.size, fetched = CHUNK_LINES * number / groups.count;
-            multiply_tiles(all->numbers + channel * all->num_in, (char *)digits[0] + begin * all->num_in,
-                           (char *)digits[1] + begin * all->num_in, all->num_in,
-                           groups.count == 1 ? NEAR : all->num_in * CHANNELS, fetched,
-                           CHUNK_LINES * (number + 1) / groups.count - fetched, 2, 1, sums);
+    set_tiles(from.size);
+    for (; channel < end; channel += CHANNELS)
+        for (int64_t number = 0; number < from.count; number++) {
+            const int64_t begin = number * from.size, fetched = CHUNK_LINES * number / from.count;
+            multiply_tiles(all->numbers + channel * num_in, (char *)from.digits[0] + begin * num_in,
+                           (char *)from.digits[1] + begin * num_in, num_in, from.count == 1 ? NEAR : num_in * CHANNELS, fetched,
+                           CHUNK_LINES * (number + 1) / from.count - fetched, 2, 1, sums);
             for (int half = 0; half < 2; half++) {
                 const __m512i zeros = _mm512_loadu_si512(all->zeros + channel + 16 * half);
                 const floats_int8 channels = at_int8(all->scales + channel + 16 * half, 0);
-                for (int64_t index = 0; index < groups.size && begin + index < num_rows; index++) {
+                for (int64_t index = 0; index < from.size && begin + index < product->num_rows; index++) {
                     const floats_int8 low = scaled_int8(_mm512_load_si512(sums[0][index] + 16 * half), zeros, channels);
                     const floats_int8 high = scaled_int8(_mm512_load_si512(sums[1][index] + 16 * half), zeros, channels);
-                    put_int8(all, output, begin + index, channel + 16 * half, (low + high * 256.0f) * scales[begin + index]);
+                    put_int8(all, output, begin + index, channel + 16 * half, (low + high * 256.0f) * from.scales[begin + index]);
                 }
             }
         }

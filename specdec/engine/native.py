@@ -28,7 +28,7 @@ def kernels() -> ctypes.CDLL | None:
         "lanes": (number, []),
         "has_pairs": (number, []),
         "room": (number, [_POINTER]),
-        "attend": (None, [_POINTER, _POINTER, number, _POINTER]),
+        "attend_shared": (None, [_POINTER, _POINTER, number, number, _POINTER]),
         "store": (None, [_POINTER, _POINTER, number, _POINTER, number, number]),
         "has_bytes": (number, []),
         "has_tiles": (number, []),
@@ -36,6 +36,9 @@ def kernels() -> ctypes.CDLL | None:
         "product_room": (number, [_POINTER, number]),
         "forward_room": (number, [_POINTER, number]),
         "forward": (None, [_POINTER, _POINTER, _POINTER]),
+        "set_helpers": (number, [number]),
+        "rest": (None, []),
+        "count_parts": (None, [_POINTER, _POINTER]),
         "pairs": (None, [_POINTER, _POINTER, _POINTER, _POINTER, number, _POINTER]),
     }
     for name, (result, arguments) in signatures.items():

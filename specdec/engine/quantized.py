@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.errors import ModelRefused
+from specdec.engine.helpers import rest
 from specdec.engine.integer import (
     CHECKED_CHANNELS,
     CHECKED_ROWS,
@@ -76,7 +77,7 @@ class Int8Linear(nn.Module):
 
 
 class KernelInt8Linear(nn.Module):
-    """As `Int8Linear`, the same bits, by our own kernel for bytes on one thread (`linear_int8.h`)."""
+    """As `Int8Linear`, the same bits, by our own kernel for bytes (`linear_int8.h`)."""
 
     is_fast = True
 
@@ -109,6 +110,10 @@ class KernelInt8Linear(nn.Module):
         """The rounded weight, float32 [out, in]; computed at each reading."""
         levels = self._blocks.transpose(1, 2).reshape(-1, self.in_features)
         return (levels * self._scales[:, None])[: self.out_features]
+
+    def __del__(self) -> None:
+        """Free the weight once no helper reads it."""
+        rest()
 
     @property
     def num_bytes(self) -> int:
@@ -193,7 +198,7 @@ def try_quantize(module: nn.Module, quantization: Quantization) -> Quantized | N
 
 def has_fast_int8(device: torch.device) -> bool:
     """Return whether int8 is computed by our own kernel, which is the fastest product where it runs."""
-    return device.type == "cpu" and has_bytes() and torch.get_num_threads() == 1
+    return device.type == "cpu" and has_bytes()
 
 
 def rounded_channels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

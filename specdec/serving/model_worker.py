@@ -22,11 +22,13 @@ from specdec.engine import (
     Task,
     load_language_model,
 )
+from specdec.engine.helpers import set_helpers
 from specdec.engine.parallel import Group, leading
 from specdec.errors import InternalError, UnavailableError
 from specdec.serving.background import in_background
 from specdec.serving.model_fingerprint import model_fingerprint
 from specdec.serving.process import supervised
+from specdec.serving.processors import spare_processors
 from specdec.serving.server import Server
 from specdec.serving.settings import ModelSettings
 from specdec.serving.telemetry import get_logger
@@ -69,6 +71,13 @@ def _load(
     return (leading(model, group) if group else model), info
 
 
+def use_processors(settings: ModelSettings) -> None:
+    """Set this process's threads and helpers."""
+    torch.set_num_threads(settings.num_threads)
+    spare = spare_processors(settings.num_threads)
+    set_helpers(spare if settings.num_helpers is None else settings.num_helpers)
+
+
 def language_model(
     settings: ModelSettings,
     name: str,
@@ -77,7 +86,7 @@ def language_model(
     group: Group | None = None,
 ) -> LanguageModel:
     """Load what `load_language_model` does, as the settings say."""
-    torch.set_num_threads(settings.num_threads)
+    use_processors(settings)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # logs are events, one a line
     return load_language_model(
         name,

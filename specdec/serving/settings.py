@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, Settings
 
 from specdec.channel import MAX_MESSAGE_BYTES, is_loopback
 from specdec.parameters import nearest_hint
+from specdec.serving.processors import MAX_HELPERS, MAX_SPARE
 from specdec.serving.safe_url import is_safe_url
 from specdec.serving.tracing.endpoint import endpoint_problem
 
@@ -181,6 +182,13 @@ class ModelSettings(ServiceSettings):
     device: Device = Field("auto", description="auto: cuda where there is one")
     kv_cache_bytes: int = Field(1 << 30, ge=1 << 16, description="memory for the KV cache, in bytes")
     num_threads: int = Field(1, ge=1, le=1024, description="threads of a forward on the CPU")
+    num_helpers: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_HELPERS,
+        description="threads of the lowest priority that help a forward while a processor is idle; unset: one for each "
+        f"processor that the threads leave, at most {MAX_SPARE}",
+    )
     max_batch_tokens: int = Field(2048, ge=1, description="maximum number of tokens in a forward")
     prefill_chunk_tokens: int = Field(
         512, ge=1, description="maximum number of prompt tokens in a forward; beside rounds time limits them too"

@@ -14,6 +14,7 @@ import torch
 
 from specdec.engine import Feed, LanguageModel, quantized
 from specdec.engine.fused import FusedDecoder
+from specdec.engine.helpers import set_helpers
 from specdec.engine.integer import OneDnnProduct
 from specdec.engine.linear import MIN_FLOAT32_LANES
 from specdec.engine.native import has_bytes, has_pairs, num_lanes
@@ -32,6 +33,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(1)
+    set_helpers(0)
 
 
 @pytest.fixture(
@@ -112,11 +114,14 @@ class TestBits:
         text = text_of(model, 3, 20)
         assert torch.equal(beside_others(model, text, num_others, size), one_by_one(model, 3, 20))
 
-    def test_two_threads_give_the_same_bits(self, model: LanguageModel) -> None:
-        """One thread may give others: attention divides its work among them."""
-        torch.set_num_threads(2)
+    @pytest.mark.parametrize(("num_threads", "num_helpers"), [(2, 0), (1, 2)])
+    def test_threads_and_helpers_give_the_same_bits(
+        self, model: LanguageModel, num_threads: int, num_helpers: int
+    ) -> None:
         text = text_of(model, 4, 33)
         alone = in_pieces(model, text, [1])
+        torch.set_num_threads(num_threads)
+        set_helpers(num_helpers)
         assert torch.equal(in_pieces(model, text, [33]), alone)
         assert torch.equal(beside_others(model, text, 5, 16), alone)
 

@@ -21,6 +21,7 @@ from specdec.engine.rowwise import RowwiseSdpaBackend
 from specdec.engine.sdpa import SdpaBackend
 from specdec.exact.tree import path_to
 from specdec.types import MAX_DRAFT_TOKENS
+from tests.engine.helping import helpers, until_helped
 from tests.engine.kernel import NO_KERNEL, needs_kernel
 from tests.engine.tiny_models import load
 from tests.support import architectures
@@ -196,23 +197,18 @@ def test_a_tokens_bits_are_those_of_a_chain(form: str, lanes: int) -> None:
         assert torch.equal(single.attend(options)[0][0], given[path[-1]])
 
 
-@needs_kernel
-def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer("9/3 of 64", TEXTS)
-    expected = layer.attend(PLAIN)
-    monkeypatch.setattr(compiled, "MIN_SHARED_NUMBERS", 0)
-    torch.set_num_threads(3)
-    for given, alone in zip(layer.attend(PLAIN), expected, strict=True):
-        assert torch.equal(given, alone)
-
-
-def test_rows_are_divided_by_what_they_read() -> None:
-    torch.set_num_threads(2)
-    rows = compiled.KernelRows()
-    for number, text in enumerate([Text(4000, 1), *[Text(999, 1)] * 4]):
-        rows.add(text.segment(str(number)), number, 0)
-    assert rows.pieces(compiled.MIN_SHARED_NUMBERS) == [(0, 1), (1, 4)]
-    assert rows.pieces(1) == [(0, 5)], "too little to share"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_helpers_change_nothing(heads: str, form: str, dtype: torch.dtype, lanes: int) -> None:
+    layer, options = (
+        Layer(heads, [*TEXTS, Text(2900, 3), Text(900, 1 + len(TREE), TREE)], dtype),
+        FORMS[form](HEADS[heads][0]),
+    )
+    alone, reads_little = layer.attend(options), options.window is not None or HEADS[heads][1] == 1
+    with helpers(2):
+        for _ in range(5) if reads_little else until_helped(5):
+            assert all(torch.equal(*pair) for pair in zip(layer.attend(options), alone, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -229,11 +229,6 @@ def test_wrong_products_of_ours_are_not_used(ours: KernelLinear, monkeypatch: py
     assert try_prepack(make_linear(ours.in_features, 67, dtype=ours.dtype)) is None
 
 
-def test_several_threads_are_onednns(ours: KernelLinear) -> None:
-    torch.set_num_threads(2)
-    assert isinstance(try_prepack(make_linear(ours.in_features, 670, dtype=ours.dtype)), PackedLinear)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_products_of_numbers_that_are_not_finite(ours: KernelLinear, bad: float) -> None:
     rows = random_rows(ours, 3)
