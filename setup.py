@@ -69,7 +69,8 @@ KERNELS = Extension(
     sources=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("specdec/engine/*.c")),
     depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("specdec/engine/*.h")),
     libraries=["m"],
-    extra_compile_args=["-std=gnu11", *OPTIMISATION, "-g0"],
+    extra_compile_args=["-std=gnu11", "-pthread", *OPTIMISATION, "-g0"],
+    extra_link_args=["-pthread"],
     optional=True,
 )
 

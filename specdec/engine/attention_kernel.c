@@ -242,6 +242,19 @@ static void copy_part(const void *task, int64_t part, const char *from, char *to
     }
 }
 
+// Return how many times as many keys as the mean text the one with the most reads, row by row.
+static int64_t unevenness_of(const Shared *shared)
+{
+    int64_t total = 1, most = 1;
+    for (int64_t text = 0; text < shared->num_texts; text++) {
+        const int64_t first = texts_of(shared)[text], count = texts_of(shared)[text + 1] - first;
+        const int64_t num_keys = rows_of(shared)[first].end * count;
+        total += num_keys;
+        most = num_keys > most ? num_keys : most;
+    }
+    return 1 + most * shared->num_texts / total;
+}
+
 // Return how many bytes of keys and values some rows read, a text's once.
 static int64_t bytes_read(const Attention *all, const Row *rows, int64_t num_rows)
 {
@@ -287,7 +300,8 @@ void specdec_attend_shared(const Attention *all, const Row *rows, int64_t num_ro
     memcpy(paths_of(whole), all->slots, (size_t)num_paths * sizeof(int64_t));
     if (all->sinks)
         memcpy(sinks_of(whole), all->sinks, (size_t)all->num_heads * sizeof(float));
-    specdec_share(&(Job){attend_part, copy_part, whole, all->output, (char *)room, task_bytes, output_bytes, task.num_parts});
+    specdec_share(&(Job){attend_part, copy_part, whole, all->output, (char *)room, task_bytes, output_bytes, task.num_parts,
+                        unevenness_of(whole)});
 }
 
 // Copy the new tokens' keys or values to their slots, `num_bytes` each; tokens lie `stride` bytes apart.

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.helpers import rest
+from specdec.engine.helpers import ReadByHelpers
 from specdec.engine.pool import LayerShape, allocating, num_blocks_within
 
 
-class LayerPool:
+class LayerPool(ReadByHelpers):
     """One layer's storage for all sequences; row = slot of one token."""
 
     def __init__(self, shape: LayerShape, num_slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -22,10 +22,6 @@ class LayerPool:
         self.values = torch.empty(num_slots, shape.num_heads, shape.value_size, dtype=dtype, device=device)
         self.keys_by_head = self.keys.transpose(0, 1)[None]  # [1, kv_heads, num_slots, key_size], the same memory
         self.values_by_head = self.values.transpose(0, 1)[None]  # [1, kv_heads, num_slots, value_size]
-
-    def __del__(self) -> None:
-        """Free keys and values once no helper reads them."""
-        rest()
 
 
 @dataclass(slots=True)

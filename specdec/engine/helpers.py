@@ -8,12 +8,16 @@ import ctypes
 
 from specdec.engine.native import kernels
 
+_library: ctypes.CDLL | None = None  # where there have ever been helpers
+
 
 def set_helpers(count: int) -> int:
     """Let this process have so many helpers, and return how many there are now: none without our C code or Linux."""
+    global _library
     library = kernels()
     if library is None:
         return 0
+    _library = library
     atexit.register(library.specdec_set_helpers, 0)
     return int(library.specdec_set_helpers(count))
 
@@ -27,7 +31,16 @@ def count_parts() -> tuple[int, int]:
 
 
 def rest() -> None:
-    """Wait until no helper reads the weight of a product that is over: before the weight is freed."""
-    library = kernels()
-    if library is not None:
-        library.specdec_rest()
+    """Wait until no helper reads anything of a product that is over."""
+    if _library is not None:
+        _library.specdec_rest()
+
+
+class ReadByHelpers:
+    """Holds memory that helpers read: it is freed once none of them does."""
+
+    _rest = staticmethod(rest)  # also when Python ends, and modules have lost their names
+
+    def __del__(self) -> None:
+        """Wait for them."""
+        self._rest()

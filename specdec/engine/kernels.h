@@ -75,6 +75,7 @@ typedef struct {
     char *output;        // what the parts are parts of
     char *room;          // for `compute`
     int64_t task_bytes, output_bytes, num_parts;
+    int64_t unevenness;  // how many times as long as the mean part the longest takes, about
 } Job;
 
 #define MAX_TASK_BYTES (1 << 18)

@@ -128,7 +128,7 @@ static void attend(const Model *model, const Layer *layer, const Forward *forwar
     attention.query = room->wide;
     attention.output = room->narrow;
     attention.slots = forward->paths;
-    if (group->keys == layer->keys)
+    if (layer->keys && group->keys == layer->keys)
         specdec_attend_shared(&attention, forward->rows, group->count, forward->num_paths, room->attention);
     else
         specdec_attend(&attention, forward->rows + group->first, group->count, room->attention);

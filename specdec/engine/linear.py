@@ -11,7 +11,7 @@ is depends on type, shape and processor alone, never on a measurement.
 import torch
 from torch import nn
 
-from specdec.engine.helpers import rest
+from specdec.engine.helpers import ReadByHelpers
 from specdec.engine.native import Weight, has_pairs, in_tiles, multiply, num_lanes
 
 MIN_FLOAT32_LANES = 8  # narrower vectors have no kernel of ours
@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         return product
 
 
-class KernelLinear(nn.Module):
+class KernelLinear(ReadByHelpers, nn.Module):
     """As `PackedLinear`, by our own kernel (`linear_kernel.c`): a row's bits depend on it alone.
 
     With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read;
@@ -76,10 +76,6 @@ class KernelLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight as it was before packing, [out_features, in_features]; computed at each reading."""
         return self._blocks.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
-
-    def __del__(self) -> None:
-        """Free the weight once no helper reads it."""
-        rest()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows @ weight.T + bias: [..., in_features] -> [..., out_features].

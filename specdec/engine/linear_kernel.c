@@ -207,5 +207,5 @@ void specdec_multiply(const Weight *weight, const void *rows, void *output, int6
     prepare(&product);
     const int64_t num_blocks = (weight->num_out + 2 * weight->lanes - 1) / (2 * weight->lanes);
     product.num_parts = num_blocks < MAX_PARTS ? num_blocks : MAX_PARTS;
-    specdec_share(&(Job){compute_part, copy_part, &product, output, NULL, sizeof product, output_bytes, product.num_parts});
+    specdec_share(&(Job){compute_part, copy_part, &product, output, NULL, sizeof product, output_bytes, product.num_parts, 1});
 }

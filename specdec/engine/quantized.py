@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.decoder import Decoder
 from specdec.engine.errors import ModelRefused
-from specdec.engine.helpers import rest
+from specdec.engine.helpers import ReadByHelpers
 from specdec.engine.integer import (
     CHECKED_CHANNELS,
     CHECKED_ROWS,
@@ -76,7 +76,7 @@ class Int8Linear(nn.Module):
         return joined(self._product(digits), scales)
 
 
-class KernelInt8Linear(nn.Module):
+class KernelInt8Linear(ReadByHelpers, nn.Module):
     """As `Int8Linear`, the same bits, by our own kernel for bytes (`linear_int8.h`)."""
 
     is_fast = True
@@ -110,10 +110,6 @@ class KernelInt8Linear(nn.Module):
         """The rounded weight, float32 [out, in]; computed at each reading."""
         levels = self._blocks.transpose(1, 2).reshape(-1, self.in_features)
         return (levels * self._scales[:, None])[: self.out_features]
-
-    def __del__(self) -> None:
-        """Free the weight once no helper reads it."""
-        rest()
 
     @property
     def num_bytes(self) -> int:

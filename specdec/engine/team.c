@@ -25,6 +25,7 @@
 #define HELPER_BITS 8         // of who has computed a part
 #define SPIN_NS 200000        // that a helper looks out for the next job: within a forward they follow each other at once
 #define SPINS 32              // between two looks at the clock
+#define MAX_OUTPUT_BYTES (INT64_C(64) << 20)
 #define REST_NS 20000         // between two looks at whether all helpers rest
 
 // The parts that a thread takes first. A new job's number and the next part are one word: who is late takes nothing.
@@ -44,6 +45,7 @@ static struct {
     _Alignas(64) _Atomic int num_asleep;
     _Atomic int is_taken, is_ending;
     int num_helpers;
+    uint32_t float_modes;  // of the job's own thread
     int64_t num_helped, num_again;  // parts that helpers computed, and that were computed again, as a helper's came too late
     Job job;
     char task[MAX_TASK_BYTES];
@@ -65,6 +67,25 @@ static ALWAYS_INLINE void spin(void)
 {
 #ifdef __x86_64__
     __builtin_ia32_pause();
+#endif
+}
+
+// How this thread rounds, and what it does with the smallest numbers, which a bit may depend on.
+static ALWAYS_INLINE uint32_t float_modes_now(void)
+{
+#ifdef __x86_64__
+    return __builtin_ia32_stmxcsr();
+#else
+    return 0;
+#endif
+}
+
+static ALWAYS_INLINE void set_float_modes(uint32_t modes)
+{
+#ifdef __x86_64__
+    __builtin_ia32_ldmxcsr(modes);
+#else
+    (void)modes;
 #endif
 }
 
@@ -103,15 +124,23 @@ static int64_t take(int64_t own, int64_t *range, uint64_t job_number, int64_t nu
     return -1;
 }
 
+// Return whether all that was read since this job's number belongs to this job.
+static int is_still(uint64_t job_number)
+{
+    atomic_thread_fence(memory_order_acquire);
+    return atomic_load(&team.job_number) == job_number;
+}
+
 static void work(Helper *self, uint64_t job_number)
 {
     const Job job = team.job;
-    if (atomic_load(&team.job_number) != job_number)
+    const uint32_t float_modes = team.float_modes;
+    if (!is_still(job_number))
         return;
     memcpy(self->task, team.task, (size_t)job.task_bytes);
-    atomic_thread_fence(memory_order_acquire);
-    if (atomic_load(&team.job_number) != job_number)
-        return;  // what was read may be of two jobs
+    if (!is_still(job_number))
+        return;
+    set_float_modes(float_modes);
     int64_t range = 0, part;
     while ((part = take(self->number, &range, job_number, job.num_parts)) >= 0) {
         job.compute(self->task, part, self->output, self->output + WHOLE_LINES(job.output_bytes));
@@ -147,9 +176,15 @@ static void *help(void *argument)
     return NULL;
 }
 
-// A process that was forked off has no helpers.
+// A process that was forked off, perhaps while another thread wrote a job, has no helpers.
 static void forget_helpers(void)
 {
+    for (int number = 0; number < MAX_HELPERS; number++) {
+        atomic_store(&team.helpers[number].is_working, 0);
+        team.helpers[number].output = NULL;
+    }
+    atomic_store(&team.is_ending, 0);
+    atomic_store(&team.job_number, (atomic_load(&team.job_number) + 1) / 2 * 2);
     team.num_helpers = 0;
     team.shared = NULL;
     team.shared_bytes = team.output_bytes = 0;
@@ -174,13 +209,20 @@ static void give_back(void)
     atomic_store(&team.is_taken, 0);
 }
 
-// Wait until no helper reads or writes anything of a job that is over.
+// Return whether no helper reads or writes anything of a job that is over.
+static int all_rest(void)
+{
+    for (int number = 0; number < team.num_helpers; number++)
+        if (atomic_load(&team.helpers[number].is_working))
+            return 0;
+    return 1;
+}
+
 static void wait_for_rest(void)
 {
     const struct timespec moment = {0, REST_NS};
-    for (int number = 0; number < team.num_helpers; number++)
-        while (atomic_load(&team.helpers[number].is_working))
-            nanosleep(&moment, NULL);
+    while (!all_rest())
+        nanosleep(&moment, NULL);
 }
 
 static void free_memory(void)
@@ -225,14 +267,15 @@ static void start_helpers(int64_t count)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-// Return whether there is memory of these sizes now.
+// Return whether there is memory of these sizes now; more is not had while a helper is late, as that may be for long.
 static int has_memory(int64_t shared_bytes, int64_t output_bytes)
 {
     if (team.shared_bytes >= shared_bytes && team.output_bytes >= output_bytes)
         return 1;
     shared_bytes = shared_bytes > team.shared_bytes ? shared_bytes : team.shared_bytes;
     output_bytes = output_bytes > team.output_bytes ? output_bytes : team.output_bytes;
-    wait_for_rest();
+    if (!all_rest())
+        return 0;
     free_memory();
     int is_there = !posix_memalign((void **)&team.shared, 64, (size_t)shared_bytes);
     for (int number = 0; number < team.num_helpers; number++)
@@ -241,6 +284,9 @@ static int has_memory(int64_t shared_bytes, int64_t output_bytes)
         free_memory();
         return 0;
     }
+    // a helper that took a page for the first time might lose its processor while it holds what that needs
+    for (int number = 0; number < team.num_helpers; number++)
+        memset(team.helpers[number].output, 0, (size_t)output_bytes);
     team.shared_bytes = shared_bytes;
     team.output_bytes = output_bytes;
     return 1;
@@ -282,7 +328,7 @@ void specdec_count_parts(int64_t *helped, int64_t *again)
 // `room_bytes`; `specdec_share` must follow. NULL: there is no helper for it.
 char *specdec_room_to_share(int64_t shared_bytes, int64_t output_bytes, int64_t room_bytes)
 {
-    if (!team.num_helpers || !is_taken_now())
+    if (!team.num_helpers || output_bytes > MAX_OUTPUT_BYTES || !is_taken_now())
         return NULL;
     if (!team.num_helpers || !has_memory(shared_bytes, WHOLE_LINES(output_bytes) + room_bytes)) {
         give_back();
@@ -299,6 +345,7 @@ static uint64_t published(const Job *job)
     atomic_store(&team.job_number, number - 1);
     atomic_thread_fence(memory_order_release);
     team.job = *job;
+    team.float_modes = float_modes_now();
     memcpy(team.task, job->task, (size_t)job->task_bytes);
     for (int64_t range = 0; range < num_ranges; range++)
         atomic_store(&team.ranges[range].next, number << PART_BITS | (uint64_t)(job->num_parts * range / num_ranges));
@@ -333,7 +380,8 @@ void specdec_share(const Job *job)
         num_mine++;
     }
     // a helper that is still at work has had about as long as it takes
-    const int64_t end_ns = now_ns(), until_ns = end_ns + 2 * (end_ns - begin_ns) / (num_mine ? num_mine : 1);
+    const int64_t end_ns = now_ns(), mean_ns = (end_ns - begin_ns) / (num_mine ? num_mine : 1);
+    const int64_t until_ns = end_ns + 2 * job->unevenness * mean_ns;
     for (part = 0; part < job->num_parts; part++) {
         if (is_mine[part])
             continue;

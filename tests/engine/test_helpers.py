@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from specdec.engine.helpers import count_parts, set_helpers
-from specdec.engine.linear import KernelLinear
-from specdec.engine.native import has_bytes, has_pairs, kernels
+from specdec.engine.linear import MIN_FLOAT32_LANES, KernelLinear
+from specdec.engine.native import has_bytes, has_pairs, kernels, num_lanes
 from specdec.engine.quantized import KernelInt8Linear
 from tests.engine.helping import helpers, until_helped
 from tests.engine.kernel import NO_KERNEL
@@ -34,7 +34,7 @@ SCHED_POLICY = 38  # field of /proc/PID/stat, counted after the name
 WAIT_S = 60
 Layer = KernelLinear | KernelInt8Linear
 
-if kernels() is None:
+if kernels() is None or num_lanes() < MIN_FLOAT32_LANES:
     pytest.skip(NO_KERNEL, allow_module_level=True)
 
 
@@ -104,16 +104,19 @@ def test_several_threads_may_multiply_at_once(layer: Layer) -> None:
 
 def test_helpers_have_the_lowest_priority() -> None:
     def policies() -> list[int]:
-        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat") if path.exists()]
         return [int(stat.rpartition(")")[2].split()[SCHED_POLICY]) for stat in stats]
 
-    before = policies().count(os.SCHED_IDLE)
-    with helpers(3):
+    def wait_for(count: int) -> None:
         until = time.monotonic() + WAIT_S
-        while policies().count(os.SCHED_IDLE) != before + 3:
+        while policies().count(os.SCHED_IDLE) != count:
             assert time.monotonic() < until
             time.sleep(0.01)
-    assert policies().count(os.SCHED_IDLE) == before
+
+    wait_for(0)
+    with helpers(3):
+        wait_for(3)
+    wait_for(0)
 
 
 def test_weights_may_go_while_helpers_are_late() -> None:
@@ -140,13 +143,26 @@ def test_a_fork_has_no_helpers(layer: Layer) -> None:
 
 def test_a_process_with_helpers_ends() -> None:
     program = (
-        "import torch; from torch import nn; from specdec.engine.linear import KernelLinear\n"
+        "import torch; from torch import nn; from specdec.engine.linear import MIN_FLOAT32_LANES, KernelLinear\n"
         "from specdec.engine.helpers import set_helpers\n"
         "set_helpers(3); layer = KernelLinear(nn.Linear(512, 4096))\n"
         "with torch.inference_mode(): layer(torch.zeros(9, 512))\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@torch.inference_mode()
+def test_helpers_treat_the_smallest_numbers_as_the_jobs_thread_does() -> None:
+    layer = KernelLinear(nn.Linear(256, 2048, bias=False).eval())
+    rows = torch.full((4, 256), 1e-38)
+    with helpers(1):
+        torch.set_flush_denormal(True)
+        try:
+            for _ in until_helped(20):
+                assert not layer(rows).any()
+        finally:
+            torch.set_flush_denormal(False)
 
 
 def test_signals_are_not_for_helpers() -> None:
