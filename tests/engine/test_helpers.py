@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import torch
 from torch import nn
 
-from specdec.engine.helpers import count_parts, set_helpers
+from specdec.engine.helpers import count_parts, rest, set_helpers
 from specdec.engine.linear import MIN_FLOAT32_LANES, KernelLinear
 from specdec.engine.native import has_bytes, has_pairs, kernels, num_lanes
 from specdec.engine.quantized import KernelInt8Linear
@@ -139,6 +140,39 @@ def test_a_fork_has_no_helpers(layer: Layer) -> None:
             os._exit(0 if torch.equal(layer(rows), alone) and set_helpers(0) == 0 else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert torch.equal(layer(rows), alone)
+
+
+def test_a_fork_beside_a_job_may_have_helpers_of_its_own(layer: Layer) -> None:
+    """A job that another thread was writing, and parts that helpers had begun, are not the child's."""
+    rows, ending = rows_of(layer, 5), Event()
+    alone = layer(rows)
+
+    def go_on() -> None:
+        with torch.inference_mode():
+            while not ending.is_set():
+                layer(rows)
+
+    with helpers(2):
+        thread = Thread(target=go_on)
+        thread.start()
+        children = [_helped_child(layer, rows, alone) for _ in range(20)]
+        ending.set()
+        thread.join()
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 20
+
+
+def _helped_child(layer: Layer, rows: torch.Tensor, alone: torch.Tensor) -> int:
+    """Return the number of a child that ends with 0 if a helper of its own did a part of what it computes."""
+    child = os.fork()
+    if not child:
+        try:
+            with helpers(1), torch.inference_mode():
+                is_right = all(torch.equal(layer(rows), alone) for _ in until_helped(5))
+                rest()
+            os._exit(0 if is_right else 1)
+        finally:
+            os._exit(2)
+    return child
 
 
 def test_a_process_with_helpers_ends() -> None:
