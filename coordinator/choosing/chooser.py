@@ -8,7 +8,7 @@ drafted in whichever round it pays, also in a rest.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -37,7 +37,22 @@ MIN_BUSY_OFFER_GAIN = 1.1
 CLEAR_LOSS, CLEAR_GREEDY_LOSS = 0.95, 0.85
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
+REPEATED_ROUNDS = 8  # of a rest, in which the target is told the same of the next round: costs change slowly
 COMPARED_COST = 0.8  # it may take this fraction of the time in which the target scores
+
+
+@dataclass(slots=True)
+class Said:
+    """What the target was told of the next round."""
+
+    next_round: NextRound | None = None
+    load: int = 0
+    num_left: int = 0  # rounds of which it may be said again
+
+    def is_said_again(self, load: int) -> bool:
+        """Return whether it holds for another round at a load, and count that."""
+        self.num_left -= 1
+        return self.num_left >= 0 and load == self.load
 
 
 class PlanChooser:
@@ -70,6 +85,7 @@ class PlanChooser:
         self._num_offered = 0  # draft tokens that the target may offer for this round
         self._match = NO_MATCH  # what this round has looked up
         self._draft_lengths: tuple[int, ...] = ()  # of lookups, as promised to the target in the last round
+        self._said = Said()  # to the target, of the next round
         self._best: Estimate | None = None  # when plans were weighed last; None: plain decoding
         self._has_observed = False  # the target, for the drafters of this session: its prompt at least
 
@@ -140,8 +156,18 @@ class PlanChooser:
     def next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:
         """Return what the round after a chosen one will draft, so that the target may score it ahead; None: who knows.
 
-        What it says of lookups, and of what the target offers, is kept to.
+        What it says of lookups, and of what the target offers, is kept to. While a session rests that is weighed now
+        and then only: a plain round takes few milliseconds, and weighing some hundred microseconds.
         """
+        is_trial = self._offers is not None and self._offers.is_trial
+        rests = plan == RESTING and self._rest.follows and not is_trial
+        if rests and self._said.is_said_again(self._costs.load):
+            return self._said.next_round
+        next_round = self._next_round(plan, max_length)
+        self._said = Said(next_round, self._costs.load, REPEATED_ROUNDS - 1 if rests else 0)
+        return self._said.next_round
+
+    def _next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:
         self._draft_lengths = self._lookup_lengths()
         is_plain = self.expects_plain_after(plan)
         offered, learns = self._next_offer()

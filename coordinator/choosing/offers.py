@@ -48,6 +48,11 @@ class Offers:
             self._load, self._age = self._costs.load, 0
         return self._best
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether what was asked for last is one."""
+        return self._next_trial_speed > 0
+
     def begin_round(self) -> None:
         """Take note that a round begins, for which an offer may have been asked for in the one before."""
         self._was_busy = self._next_was_busy

@@ -7,6 +7,7 @@ from coordinator.choosing.offers import AMONG_MANY, OFFER
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import FIRST_SCOUTS, OFFERING_SHARE, SESSIONS_PER_SCOUT, SharedStatistics
 from specdec.exact import codec
+from specdec.exact.lookup import NextRound
 from specdec.v1 import target_pb2
 
 ROOM = 1000
@@ -78,6 +79,34 @@ def test_a_target_that_offers_nothing_is_left_to_decode_plainly() -> None:
     session = Session(known_costs(), 0, offers=False).run(600)
     assert session.share(OFFER) == 0
     assert session.plans.count(RESTING) > 0.8 * len(session.plans)
+
+
+def test_a_session_at_rest_weighs_now_and_then_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(known_costs(), 0).run(600)
+    weigh, weighed, num_plans = PlanChooser._next_round, [], len(session.plans)
+
+    def counted(chooser: PlanChooser, plan: DraftPlan, room: int) -> NextRound | None:
+        weighed.append(plan)
+        return weigh(chooser, plan, room)
+
+    monkeypatch.setattr(PlanChooser, "_next_round", counted)
+    num_rests = session.run(400).plans[num_plans:].count(RESTING)
+    assert num_rests > 300
+    assert weighed.count(RESTING) < num_rests / 3
+
+
+def test_a_rest_weighs_again_once_the_load_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = Session(known_costs(), 0).run(600)
+    chooser = session.chooser
+    while not (session.run(1).plans[-1] == RESTING and chooser._rest.follows and chooser._said.num_left > 1):
+        pass
+    weighed: list[int] = []
+    monkeypatch.setattr(PlanChooser, "_next_round", lambda *_: weighed.append(1))
+    chooser.next_round(RESTING, ROOM)
+    assert not weighed
+    chooser._costs.num_sessions = 16
+    chooser.next_round(RESTING, ROOM)
+    assert weighed
 
 
 def test_a_longer_offer_is_tried() -> None:
