@@ -10,7 +10,6 @@
 #include "kernels.h"
 
 #ifdef __linux__
-#include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
