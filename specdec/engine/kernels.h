@@ -7,6 +7,7 @@
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16")
+#define KEEP_ORDER() __asm__ volatile("" ::: "memory")  // of loads: ahead of time they take registers that sums need
 #define LIST(...) __VA_ARGS__
 #define WHOLE_LINES(num_bytes) (((num_bytes) + 63) / 64 * 64)
 #ifdef __clang__
@@ -62,6 +63,7 @@ typedef struct {
     const int32_t *zeros;  // what the sums over stored digits are too large by
     int64_t num_in, num_out;
     int64_t is_bf16;       // the rows and what is computed, and two inputs a step; else float32, and one
+    int64_t is_halved;     // of float32 whose lower halves are zeros: only the upper ones are stored, two inputs a step
     int64_t lanes;         // a block has twice as many channels
     int64_t has_tiles;     // multiply in tiles: where specdec_has_tiles, and a row is one of whole tiles, of 64 bytes each
 } Weight;

@@ -19,6 +19,7 @@ MIN_FLOAT32_LANES = 8  # narrower vectors have no kernel of ours
 # 2.65 with 3, the plain product at its slowest. Xeon with AVX-512: products 0.9 of the speed with 1 to 3 rows, 1.35 to
 # 1.55 times as fast with 4 to 9, no gain below half a million weights.
 MIN_FLOAT32_WEIGHTS = 1 << 19
+LOWER_HALF = 0xFFFF
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-5}  # of the product's spread, largest difference
 
 
@@ -47,6 +48,9 @@ class KernelLinear(ReadByHelpers, nn.Module):
 
     With vectors of 512 bits up to 14 rows take about as long as one, which is as long as the weight takes to be read;
     with the matrix unit 32. It runs on one thread, and on those that help it (`helpers.py`).
+
+    A weight of float32 that `can_be_halved`, as that of a model published in bfloat16, is read in half the bytes; what
+    is computed stays float32, to the bit.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -54,11 +58,12 @@ class KernelLinear(ReadByHelpers, nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
-        is_bf16 = self.dtype == torch.bfloat16
-        self._step = 2 if is_bf16 else 1  # inputs that are multiplied at once
+        is_bf16, is_halved = self.dtype == torch.bfloat16, can_be_halved(linear.weight)
+        self._step = 2 if is_bf16 or is_halved else 1  # inputs that are read at once
         self._channels = 2 * num_lanes()  # that lie together
         extra = -self.out_features % self._channels
-        weight = nn.functional.pad(linear.weight.detach(), (0, 0, 0, extra))
+        stored = linear.weight.detach().to(torch.bfloat16 if is_halved else self.dtype)
+        weight = nn.functional.pad(stored, (0, 0, 0, extra))
         blocks = weight.view(-1, self._channels, self.in_features // self._step, self._step)
         self._blocks = blocks.transpose(1, 2).contiguous()  # [blocks of channels, steps, channels, inputs of a step]
         self._bias = None if self.bias is None else nn.functional.pad(self.bias.detach().float(), (0, extra))
@@ -68,6 +73,7 @@ class KernelLinear(ReadByHelpers, nn.Module):
             num_in=self.in_features,
             num_out=self.out_features,
             is_bf16=is_bf16,
+            is_halved=is_halved,
             lanes=num_lanes(),
             has_tiles=is_bf16 and in_tiles(2 * self.in_features),
         )
@@ -75,7 +81,8 @@ class KernelLinear(ReadByHelpers, nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weight as it was before packing, [out_features, in_features]; computed at each reading."""
-        return self._blocks.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        stored = self._blocks.transpose(1, 2).reshape(-1, self.in_features)[: self.out_features]
+        return stored.to(self.dtype)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows @ weight.T + bias: [..., in_features] -> [..., out_features].
@@ -88,6 +95,13 @@ class KernelLinear(ReadByHelpers, nn.Module):
 
 
 Packed = PackedLinear | KernelLinear
+
+
+def can_be_halved(weight: torch.Tensor) -> bool:
+    """Return whether a weight [out, in] is one of float32 that the upper halves of its numbers give, two by two."""
+    if weight.dtype != torch.float32 or weight.shape[1] % 2:
+        return False
+    return not (weight.detach().contiguous().view(torch.int32) & LOWER_HALF).any()
 
 
 def pack_linears(model: nn.Module) -> int:

@@ -1,7 +1,7 @@
 // Products of rows and a weight: for the few rows of a decoding forward as fast as the weight can be read.
 //
 // An output's sum runs over the inputs in their order, of bfloat16 two at a time, in float32, span by span, whatever other rows
-// are in the call: its bits depend on its own row and channel alone.
+// are in the call: its bits depend on its own row and channel alone. A halved weight gives the bits of the whole one.
 
 #include "kernels.h"
 
@@ -34,6 +34,7 @@ static int fetches_far(void)
 #pragma GCC target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512")
 #define LANES 16
 #define IS_BF16 1
+#define IS_HALVED 0
 #define MAX_ROWS 14  // whose sums the registers hold
 #define NAME(x) x##_bf16
 #include "linear_lanes.h"
@@ -48,16 +49,30 @@ static int fetches_far(void)
 #pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
 #define LANES 16
 #define IS_BF16 0
+#define IS_HALVED 0
 #define MAX_ROWS 14
 #define NAME(x) x##_16
+#include "linear_lanes.h"
+#define LANES 16
+#define IS_BF16 0
+#define IS_HALVED 1
+#define MAX_ROWS 14
+#define NAME(x) x##_halved_16
 #include "linear_lanes.h"
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define LANES 8
 #define IS_BF16 0
+#define IS_HALVED 0
 #define MAX_ROWS 6
 #define NAME(x) x##_8
+#include "linear_lanes.h"
+#define LANES 8
+#define IS_BF16 0
+#define IS_HALVED 1
+#define MAX_ROWS 6
+#define NAME(x) x##_halved_8
 #include "linear_lanes.h"
 #pragma GCC pop_options
 #endif
@@ -151,8 +166,12 @@ static void multiply_channels(const Product *product, char *output, int64_t chan
         multiply_channels_int8(product, output, channel, end);
     else if (weight->is_bf16)
         multiply_channels_bf16(product, output, channel, end);
+    else if (weight->lanes == 16 && weight->is_halved)
+        multiply_channels_halved_16(product, output, channel, end);
     else if (weight->lanes == 16)
         multiply_channels_16(product, output, channel, end);
+    else if (weight->is_halved)
+        multiply_channels_halved_8(product, output, channel, end);
     else
         multiply_channels_8(product, output, channel, end);
 #endif
@@ -191,7 +210,8 @@ void specdec_multiply(const Weight *weight, const void *rows, void *output, int6
     if (!num_rows)
         return;
     Product product = {*weight, rows, room, num_rows, 1};
-    const int64_t size = weight->is_bf16 ? 2 : 4, weight_bytes = weight->num_in * weight->num_out * (weight->scales ? 1 : size);
+    const int64_t size = weight->is_bf16 ? 2 : 4, stored = weight->scales ? 1 : weight->is_halved ? 2 : size;
+    const int64_t weight_bytes = weight->num_in * weight->num_out * stored;
     const int64_t row_bytes = WHOLE_LINES(num_rows * weight->num_in * size), output_bytes = num_rows * weight->num_out * size;
     char *shared = NULL;
     if (weight_bytes >= MIN_SHARED_BYTES)

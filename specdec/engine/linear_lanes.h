@@ -1,12 +1,15 @@
 // Products for one width of vectors and one type of numbers: included by linear_kernel.c once for each, with LANES, IS_BF16,
-// MAX_ROWS and NAME(x) defined.
+// IS_HALVED, MAX_ROWS and NAME(x) defined.
 
 #include "lanes.h"
 
 #define CHANNELS (2 * LANES)       // of a block
 #define LINES (CHANNELS * 4 / 64)  // that the processor reads for a step
+#define ROW_BYTES (IS_BF16 ? 2 : 4)                   // of one input
+#define WEIGHT_BYTES (IS_BF16 || IS_HALVED ? 2 : 4)
+#define STEP_BYTES (IS_HALVED ? 8 : 4)                // of a row, in a step
 
-// Add the products of one step, whose inputs are the 4 bytes at `inputs`, to LANES channels' sums.
+// Add the products of LANES channels with the 4 bytes at `inputs` to their sums.
 static ALWAYS_INLINE FLOATS NAME(accumulate)(FLOATS sums, FLOATS numbers, const char *inputs)
 {
 #if IS_BF16
@@ -17,6 +20,20 @@ static ALWAYS_INLINE FLOATS NAME(accumulate)(FLOATS sums, FLOATS numbers, const 
     float input;
     memcpy(&input, inputs, sizeof input);
     return sums + numbers * input;
+#endif
+}
+
+// Return the numbers of a step's input: of a halved weight, the lower or the upper half of each float's place.
+static ALWAYS_INLINE FLOATS NAME(numbers_of)(FLOATS stored, const int input)
+{
+#if IS_HALVED
+    static const uint32_t upper[LANES] __attribute__((aligned(4 * LANES))) = {[0 ... LANES - 1] = 0xffff0000u};
+    const uint32_t *mask = upper;
+    __asm__("" : "+r"(mask));  // it stays in memory: a register for it would be one too many
+    return input ? (FLOATS)((NAME(words))stored & *(const NAME(words) *)mask) : (FLOATS)((NAME(words))stored << 16);
+#else
+    (void)input;
+    return stored;
 #endif
 }
 
@@ -38,8 +55,8 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
                                          int64_t ahead, const int level, const int first_fetched, const int end_fetched,
                                          const int num_rows)
 {
-    const int64_t num_bytes = all->num_in * (IS_BF16 ? 2 : 4);  // of a row
-    const char *line = all->numbers + channel * num_bytes, *inputs = rows + row * num_bytes;
+    const int64_t num_bytes = all->num_in * ROW_BYTES;  // of a row
+    const char *line = all->numbers + channel * all->num_in * WEIGHT_BYTES, *inputs = rows + row * num_bytes;
     FLOATS totals[MAX_ROWS][2];
     UNROLLED for (int index = 0; index < num_rows; index++)
         UNROLLED for (int half = 0; half < 2; half++)
@@ -47,15 +64,20 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
     for (int64_t first = 0; first < num_bytes; first += SPAN_BYTES) {
         const int64_t end = first + SPAN_BYTES < num_bytes ? first + SPAN_BYTES : num_bytes;
         FLOATS sums[MAX_ROWS][2] = {0};
-        for (int64_t byte = first; byte < end; byte += 4, line += CHANNELS * 4) {
-            FLOATS numbers[2];
-            UNROLLED for (int half = 0; half < 2; half++)
-                numbers[half] = NAME(at)((const float *)line, half);
+        for (int64_t byte = first; byte < end; byte += STEP_BYTES, line += CHANNELS * 4) {
             UNROLLED for (int fetched = first_fetched; fetched < end_fetched; fetched++)
                 fetch_line(line + ahead + 64 * fetched, level);
-            UNROLLED for (int index = 0; index < num_rows; index++)
+            UNROLLED for (int input = 0; input < STEP_BYTES / 4; input++) {
+                FLOATS numbers[2];
                 UNROLLED for (int half = 0; half < 2; half++)
-                    sums[index][half] = NAME(accumulate)(sums[index][half], numbers[half], inputs + index * num_bytes + byte);
+                    numbers[half] = NAME(numbers_of)(NAME(at)((const float *)line, half), input);
+                UNROLLED for (int index = 0; index < num_rows; index++) {
+                    KEEP_ORDER();
+                    UNROLLED for (int half = 0; half < 2; half++)
+                        sums[index][half] = NAME(accumulate)(sums[index][half], numbers[half],
+                                                             inputs + index * num_bytes + byte + 4 * input);
+                }
+            }
         }
         UNROLLED for (int index = 0; index < num_rows; index++)
             UNROLLED for (int half = 0; half < 2; half++)
@@ -74,7 +96,7 @@ static void NAME(multiply_channels)(const Product *product, void *output, int64_
     const char *rows = product->rows;
     const int64_t num_rows = product->num_rows, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const int64_t tile = (num_rows + num_tiles - 1) / num_tiles;
-    const int64_t block = all->num_in * (IS_BF16 ? 2 : 4) * CHANNELS;
+    const int64_t block = all->num_in * WEIGHT_BYTES * CHANNELS;
     const int is_far = fetches_far();
     for (; channel < end; channel += CHANNELS)
         for (int64_t row = 0; row < num_rows; row += tile) {
@@ -94,7 +116,10 @@ static void NAME(multiply_channels)(const Product *product, void *output, int64_
             NAME(multiply)(all, rows, output, row, channel, 0, 1, 0, 0, number);                                       \
         break;
             switch (count) {
-                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5)
+#if MAX_ROWS > 5
+                TILE(6)
+#endif
 #if MAX_ROWS > 6
                 TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12) TILE(13) TILE(14)
 #endif
@@ -105,9 +130,13 @@ static void NAME(multiply_channels)(const Product *product, void *output, int64_
 
 #undef CHANNELS
 #undef LINES
+#undef ROW_BYTES
+#undef WEIGHT_BYTES
+#undef STEP_BYTES
 #undef FLOATS
 #undef INTS
 #undef LANES
 #undef IS_BF16
+#undef IS_HALVED
 #undef MAX_ROWS
 #undef NAME

@@ -59,7 +59,7 @@ class Weight(ctypes.Structure):
 
     _fields_: ClassVar = (
         *((name, _POINTER) for name in ("numbers", "bias", "scales", "zeros")),
-        *((name, ctypes.c_int64) for name in ("num_in", "num_out", "is_bf16", "lanes", "has_tiles")),
+        *((name, ctypes.c_int64) for name in ("num_in", "num_out", "is_bf16", "is_halved", "lanes", "has_tiles")),
     )
 
 

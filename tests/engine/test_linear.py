@@ -141,15 +141,26 @@ def test_unsupported_types_stay_unchanged(dtype: torch.dtype, monkeypatch: pytes
     assert try_prepack(make_linear(512, 1024, dtype=dtype)) is None
 
 
-@pytest.fixture(params=[(torch.bfloat16, 1130), (torch.bfloat16, 1152), (torch.float32, 1130)], ids=str)
+@pytest.fixture(
+    params=[(torch.bfloat16, 1130), (torch.bfloat16, 1152), (torch.float32, 1130), (torch.float32, 1130, "halved")],
+    ids=str,
+)
 def ours(request: pytest.FixtureRequest) -> KernelLinear:
     """A layer with a bias that our own kernel computes: its outputs fill no vector, its inputs may fill tiles."""
-    dtype, num_in = request.param
+    dtype, num_in, *is_halved = request.param
     if not (has_pairs() if dtype == torch.bfloat16 else takes_float32()):
         pytest.skip(f"this processor has no instructions for our kernel of {dtype}, or there is no kernel")
-    served = try_prepack(make_linear(num_in, 67, bias=True, dtype=dtype))
+    linear = make_linear(num_in, 67, bias=True, dtype=dtype)
+    served = try_prepack(as_published(linear) if is_halved else linear)
     assert isinstance(served, KernelLinear)
+    assert served.as_read.is_halved == bool(is_halved)
     return served
+
+
+def as_published(linear: nn.Linear) -> nn.Linear:
+    """Round a layer's weight to bfloat16, the type that most models are published in; it stays float32."""
+    linear.weight = nn.Parameter(linear.weight.detach().bfloat16().float())
+    return linear
 
 
 def random_rows(ours: KernelLinear, num_rows: int) -> torch.Tensor:
@@ -177,6 +188,42 @@ def test_narrower_vectors_give_close_products(num_rows: int) -> None:
     assert torch.equal(narrow.weight, linear.weight)
     assert (narrow(rows) - linear(rows)).abs().max() <= TOLERANCES[torch.float32] * linear(rows).std()
     assert torch.equal(narrow(rows)[-1], narrow(rows[-1]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 6, 7, 13, 14, 15, 33, 100])
+@pytest.mark.parametrize("shape", [(2, 16), (126, 67), (128, 64), (130, 1000), (1152, 4096)])
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_halved_weights_give_the_bits_of_whole_ones(
+    lanes: int, shape: tuple[int, int], num_rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lanes > num_lanes():
+        pytest.skip(f"this processor's vectors have {num_lanes()} floats")
+    monkeypatch.setattr(layers, "num_lanes", lambda: lanes)
+    linear = as_published(make_linear(*shape, bias, torch.float32))
+    halved = KernelLinear(linear)
+    monkeypatch.setattr(layers, "can_be_halved", lambda weight: False)
+    whole = KernelLinear(linear)
+    assert (halved.as_read.is_halved, whole.as_read.is_halved) == (True, False)
+    rows = torch.randn(num_rows, shape[0])
+    assert torch.equal(halved(rows), whole(rows))
+    assert torch.equal(halved.weight, linear.weight)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ([1.0, -0.0, float("inf"), 2.0**-133], True),  # the last is the least that bfloat16 has
+        ([1.0, 1.0 + 2.0**-8, 0.0, 0.0], False),
+        ([1.0, 2.0**-149, 0.0, 0.0], False),
+        ([1.0, 2.0, 3.0], False),  # an odd number of inputs
+    ],
+)
+def test_weights_are_halved_only_where_nothing_is_lost(numbers: list[float], expected: bool) -> None:
+    weight = torch.tensor([[1.0] * len(numbers), numbers])
+    assert layers.can_be_halved(weight) == expected
+    assert layers.can_be_halved(weight.T.contiguous().T) == expected
+    assert not layers.can_be_halved(weight.bfloat16())
 
 
 def test_long_sums_keep_their_digits() -> None:
