@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from specdec.engine import Feed, LanguageModel, quantized
+from specdec.engine import Feed, LanguageModel, linear, quantized
 from specdec.engine.fused import FusedDecoder
 from specdec.engine.helpers import set_helpers
 from specdec.engine.integer import OneDnnProduct
-from specdec.engine.linear import MIN_FLOAT32_LANES
+from specdec.engine.linear import MIN_FLOAT32_LANES, KernelLinear
 from specdec.engine.native import has_bytes, has_pairs, num_lanes
 from specdec.engine.rowwise import RowwiseSdpaBackend
 from tests.engine.test_integer import absent
@@ -98,6 +99,29 @@ def beside_others(model: LanguageModel, text: Sequence[int], num_others: int, si
     for name in ("between", *names):
         model.cache.open(name).close()
     return torch.cat(rows)
+
+
+def are_halved(model: LanguageModel) -> list[bool]:
+    """Return whether the weights of a model's layers are halved, one by one."""
+    found: list[nn.Module] = []
+
+    def note(layer: nn.Module) -> nn.Module:
+        found.append(layer)
+        return layer
+
+    model.decoder.replace_linears(note)
+    return [isinstance(layer, KernelLinear) and bool(layer.as_read.is_halved) for layer in found]
+
+
+def test_halved_weights_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo target was published in bfloat16: served in float32, half of each weight's bytes are zeros."""
+    halved = in_one_call(load(DEMO_TARGET, kv_cache_bytes=4 << 20))
+    monkeypatch.setattr(linear, "can_be_halved", lambda weight: False)
+    whole = load(DEMO_TARGET, kv_cache_bytes=4 << 20)
+    assert (set(are_halved(halved)), set(are_halved(whole))) == ({True}, {False})
+    text = text_of(halved, 5)
+    for size in (1, 5, 9, LENGTH):
+        assert torch.equal(in_pieces(halved, text, [size]), in_pieces(whole, text, [size]))
 
 
 class TestBits:

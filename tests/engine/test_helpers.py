@@ -28,6 +28,7 @@ KINDS = {  # number type, inputs: of whole tiles of a matrix unit, or not
     "bfloat16 in tiles": (torch.bfloat16, 384),
     "bfloat16": (torch.bfloat16, 130),
     "float32": (torch.float32, 131),
+    "float32, halved": (torch.float32, 386),
     "int8 in tiles": (torch.bfloat16, 384),
     "int8": (torch.float32, 180),
 }
@@ -45,6 +46,8 @@ def layer(request: pytest.FixtureRequest) -> Layer:
     dtype, num_in = KINDS[request.param]
     torch.manual_seed(num_in)
     linear = nn.Linear(num_in, NUM_OUT).to(dtype).eval()
+    if request.param.endswith("halved"):
+        linear.weight = nn.Parameter(linear.weight.detach().bfloat16().float())
     if request.param.startswith("int8"):
         if not has_bytes():
             pytest.skip("this processor has no instructions for our kernel of bytes")
