@@ -21,7 +21,8 @@ from specdec.exact.sampling import (
     SamplingContext,
     draw_dense,
     drop_padding,
-    next_token_rows,
+    greedy_tokens,
+    next_token_distributions,
     on_cpu,
     top_tokens,
 )
@@ -236,17 +237,26 @@ class Scorer:
         Also say of each row whether it is a distribution. On a GPU all of this is copied back at once.
         """
         unions = [token_ids for task in tasks for token_ids in task.round.unions()]
-        row, token_ids = _indices(unions, logits.device)
-        rows = next_token_rows(logits, contexts, self._vocab_size, token_ids)
-        inside = row, rows.places(token_ids)
-        support_probs = rows.probs[inside]
-        rows.probs[inside] = 0
-        drawn, tail_masses = draw_dense(rows.probs, _tail_draws(tasks))
-        probs, tail_tokens, masses = (each.tolist() for each in on_cpu(support_probs, rows.tokens(drawn), tail_masses))
+        if not any(context.sampling.temperature for context in contexts):
+            tokens = greedy_tokens(logits, contexts, self._vocab_size)
+            return [token is not None for token in tokens], list(map(_one_hot, unions, tokens))
+        rows = next_token_distributions(logits, contexts, self._vocab_size)
+        inside = _indices(unions, logits.device)
+        support_probs = rows[inside]
+        rows[inside] = 0
+        drawn, tail_masses = draw_dense(rows, _tail_draws(tasks))
+        probs, tail_tokens, masses = (each.tolist() for each in on_cpu(support_probs, drawn, tail_masses))
         probs_of = [probs[begin:end] for begin, end in pairwise(accumulate(map(len, unions), initial=0))]
         finite = [math.isfinite(sum(inside, mass)) for inside, mass in zip(probs_of, masses, strict=True)]
         masses = np.array(masses, codec.FLOAT32).tolist()  # as they are shipped: what is decided by them, is the same
         return finite, list(map(TargetDistribution, probs_of, masses, tail_tokens))
+
+
+def _one_hot(union: Sequence[int], token: int | None) -> TargetDistribution:
+    """Return a distribution in which one token is certain."""
+    if token in union:
+        return TargetDistribution([float(each == token) for each in union], 0.0, 0)
+    return TargetDistribution([0.0] * len(union), 1.0, token or 0)
 
 
 def _reports(

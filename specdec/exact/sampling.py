@@ -53,35 +53,14 @@ def next_token_distributions(
     return _rows(logits, [context.sampling for context in contexts])
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Distributions over some tokens of the vocabulary; the others have no probability in any row."""
-
-    probs: torch.Tensor  # float32 [N, C]
-    token_ids: torch.Tensor | None = None  # int64 [C], rising, of equal ones the first counts; None: the vocabulary
-
-    def places(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return where the rows have these tokens, which must be among theirs."""
-        return token_ids if self.token_ids is None else torch.searchsorted(self.token_ids, token_ids)
-
-    def tokens(self, places: torch.Tensor) -> torch.Tensor:
-        """Return the tokens at these places."""
-        return places if self.token_ids is None else self.token_ids[places]
+def greedy_tokens(logits: torch.Tensor, contexts: Sequence[SamplingContext], vocab_size: int) -> list[int | None]:
+    """Return the one token that each row of `next_token_distributions` has at temperature 0; None: no distribution."""
+    return _most_probable(changed_logits(drop_padding(logits, vocab_size), contexts))
 
 
-def next_token_rows(
-    logits: torch.Tensor, contexts: Sequence[SamplingContext], vocab_size: int, asked: torch.Tensor
-) -> Rows:
-    """Return `next_token_distributions` with the `asked` tokens and token 0 among the tokens of the rows.
-
-    One-hot rows have few others, so that all that is done with them afterwards is done with few numbers.
-    """
-    if any(context.sampling.temperature for context in contexts):
-        return Rows(next_token_distributions(logits, contexts, vocab_size))
-    hot, maximum = _maxima(changed_logits(drop_padding(logits, vocab_size), contexts))
-    token_ids = torch.cat([hot.new_zeros(1), hot[:, 0], asked]).sort().values
-    probs = maximum.new_zeros(len(maximum), len(token_ids))
-    return Rows(_put_one(probs, torch.searchsorted(token_ids, hot), maximum), token_ids)
+def _most_probable(logits: torch.Tensor) -> list[int | None]:
+    places, maximum = (each.flatten().tolist() for each in on_cpu(*_maxima(logits)))
+    return [token if math.isfinite(value) else None for token, value in zip(places, maximum, strict=True)]
 
 
 def draft_distributions(
@@ -95,10 +74,9 @@ def draft_distributions(
     logits = changed_logits(logits, for_draft(logits, contexts))
     params = [context.sampling for context in contexts]
     if all(param.temperature == 0 for param in params):
-        maximum, position = on_cpu(*logits.max(dim=-1))
         return [
-            SparseDistribution((token,), (1.0,)) if math.isfinite(value) else SparseDistribution((), ())
-            for token, value in zip(position.tolist(), maximum.tolist(), strict=True)
+            SparseDistribution((), ()) if token is None else SparseDistribution((token,), (1.0,))
+            for token in _most_probable(logits)
         ]
     return sparse_distributions(_rows(logits, params), support_mass, support_max)
 
@@ -213,9 +191,9 @@ def scaled_softmax(logits: torch.Tensor, params: Sequence[SamplingParams]) -> to
 
 
 def _one_hot_of_maximum(logits: torch.Tensor) -> torch.Tensor:
-    """Return one-hot rows [N, V]; a row without a finite maximum stays NaN."""
-    hot, maximum = _maxima(logits)
-    return _put_one(torch.zeros_like(logits), hot, maximum)
+    """Return one-hot rows [N, V]; a row without a finite maximum gets a NaN."""
+    places, maximum = _maxima(logits)
+    return torch.zeros_like(logits).scatter_(-1, places, torch.where(maximum.isfinite(), 1.0, torch.nan))
 
 
 def _maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,11 +206,6 @@ def _maxima(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return places, logits.gather(-1, places)
     maximum, places = logits.max(dim=-1, keepdim=True)
     return places, maximum
-
-
-def _put_one(zeros: torch.Tensor, places: torch.Tensor, maximum: torch.Tensor) -> torch.Tensor:
-    """Write 1 to each row of [N, C] at its place, [N, 1]; NaN where the maximum is not finite."""
-    return zeros.scatter_(-1, places, torch.where(maximum.isfinite(), 1.0, torch.nan))
 
 
 def truncate_rows(rows: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
