@@ -72,7 +72,8 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
                 UNROLLED for (int half = 0; half < 2; half++)
                     numbers[half] = NAME(numbers_of)(NAME(at)((const float *)line, half), input);
                 UNROLLED for (int index = 0; index < num_rows; index++) {
-                    KEEP_ORDER();
+                    if (IS_HALVED)
+                        KEEP_ORDER();
                     UNROLLED for (int half = 0; half < 2; half++)
                         sums[index][half] = NAME(accumulate)(sums[index][half], numbers[half],
                                                              inputs + index * num_bytes + byte + 4 * input);
