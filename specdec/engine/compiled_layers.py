@@ -6,6 +6,7 @@ computing it. `fused.py` computes the same with torch's steps, and serves where 
 
 import ctypes
 from array import array
+from collections.abc import Callable
 
 import torch
 
@@ -79,13 +80,14 @@ class CompiledLayers:
             logits=logits.data_ptr(),
             states=states.data_ptr(),
         )
-        self._run(forward)
+        self._run(forward, row.when_prepared)
         return logits, states if hidden_layers else None
 
-    def _run(self, forward: ForwardStruct) -> None:
+    def _run(self, forward: ForwardStruct, when_prepared: Callable[[], None]) -> None:
         library = kernels()
         assert library is not None, "without it no plan is whole"
         room = self._room.of(forward.num_tokens)
+        when_prepared()
         library.specdec_forward(ctypes.addressof(self._model), ctypes.addressof(forward), room)
 
     def _store_in(self, plan: CompiledPlan) -> None:

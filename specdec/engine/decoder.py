@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,10 @@ Indices = list[int] | torch.Tensor
 """Whole numbers: in a list, or on the model's device already, where a recorded forward finds them (`graphs.py`)."""
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRow:
     """The new tokens of all sequences, one after the other, and the rows of which outputs are needed."""
@@ -24,6 +28,7 @@ class PackedRow:
     logit_rows: Indices  # at least one: heads fail on empty input; as many as tokens: all rows, in order
     observed_rows: Indices
     hidden_layers: tuple[int, ...]  # ascending
+    when_prepared: Callable[[], None] = field(default=nothing, compare=False)  # called before the long computation
 
 
 DecoderOutput = tuple[torch.Tensor, torch.Tensor | None]
@@ -74,6 +79,7 @@ class TransformersDecoder:
 
     def __call__(self, row: PackedRow) -> DecoderOutput:
         """See `Decoder`."""
+        row.when_prepared()
         device = self._model.device
         kept = on_device(row.logit_rows, device)
         tokens, positions = (on_device(indices, device)[None] for indices in (row.tokens, row.positions))

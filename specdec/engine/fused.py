@@ -75,6 +75,7 @@ class FusedDecoder:
         plan = current_attention()
         if self._compiled is not None and isinstance(plan, CompiledPlan) and plan.is_whole:
             return self._compiled(row, self._angles.up_to(row.positions), plan)
+        row.when_prepared()
         hidden, states = self._run_layers(row)
         if len(row.logit_rows) < len(row.tokens):
             hidden = hidden.index_select(0, self._indices(row.logit_rows))

@@ -5,7 +5,8 @@ A task's life:
 2. Once its session has room in the cache the engine thread takes it up: opens its sequence and calls `prepare`.
 3. Its tokens join the batch: rounds first, then pieces of prompts up to `prefill_chunk_tokens`, fewer beside rounds.
 4. When its last token is appended the processor gets the task and its logits, together with all others that are due.
-5. The processor ends it, or gives it more tokens (3.). Its end wakes the awaiting coroutine.
+5. The processor ends it, or gives it more tokens (3.). Its end wakes the awaiting coroutine: when the next forward is
+   about to compute, which needs no interpreter, so that the thread does not wait for the coroutine's steps.
 A task that follows another one (`EngineLoop.follow`) arrives the moment that one has ended well, without a way through
 the event loop. A session that the cache has no room for waits, first come first served, until others end or had their
 turn. When a task fails, its sequence is truncated to the length that it had when the task began. When it is cancelled,
@@ -17,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -83,6 +85,7 @@ class EngineLoop(WorkerThread[TaskT]):
         self._schedule: Schedule[TaskT] = Schedule(model, max_batch_tokens, prefill_chunk_tokens, turn_s, outside)
         self._followers: SimpleQueue[tuple[TaskT, TaskT]] = SimpleQueue()  # of tasks, each after one before it
         self._forgotten: set[str] = set()
+        self._untold = deque[Submission[Any]]()  # of tasks that have ended
         self._numbers = itertools.count(1)  # of tasks, as they arrive
         self._num_put, self._num_taken = 0, 0  # tasks, into the inbox and out of it
         self._num_failed_batches = 0  # of those that the processor got, since the last one that it took
@@ -166,6 +169,8 @@ class EngineLoop(WorkerThread[TaskT]):
         """Empty the inbox; wait for something in it without a task, or where a forward should wait for it."""
         block = not self._schedule.tasks and not self._stopping
         hold_s = 0.0 if block or self._stopping else self._schedule.hold_s()
+        if block or hold_s > 0:
+            self._tell_ends()
         with contextlib.suppress(Empty):
             while True:
                 arrival = self._inbox.get(block=block or hold_s > 0, timeout=hold_s or None)
@@ -184,6 +189,8 @@ class EngineLoop(WorkerThread[TaskT]):
         self._deliver_ends()  # of those that ended in prepare
         if batch:
             self._forward(batch)
+        else:
+            self._tell_ends()
         self._deliver_ends()
 
     def _drop(self, task: TaskT) -> None:
@@ -231,7 +238,7 @@ class EngineLoop(WorkerThread[TaskT]):
     def _forward(self, batch: list[tuple[TaskT, Feed]]) -> None:
         began_s = self._outside.now_s()
         try:
-            output = self._model.forward([feed for _, feed in batch])
+            output = self._model.forward([feed for _, feed in batch], self._tell_ends)
             _synchronize(output)
         except Exception as error:
             self._num_failed += 1
@@ -279,21 +286,28 @@ class EngineLoop(WorkerThread[TaskT]):
             task.fail(error)
 
     def _deliver_ends(self) -> None:
-        """Take out the tasks that are done, begin those that follow, and wake the coroutines that await them."""
+        """Take out the tasks that are done, and begin those that follow; who awaits them is told by `_tell_ends`."""
         for task in self._schedule.end_done():
             self._deliver_end(task)
 
     def _deliver_end(self, task: Task[Any]) -> None:
         if task.following:
             self._begin_after(task, task.following)
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the task any more
-            task.submission.event_loop.call_soon_threadsafe(task.submission.deliver)
+        self._untold.append(task.submission)
+
+    def _tell_ends(self) -> None:
+        """Wake the coroutines that await tasks which have ended."""
+        while self._untold:
+            submission = self._untold.popleft()
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: no coroutine awaits the task any more
+                submission.event_loop.call_soon_threadsafe(submission.deliver)
 
     def _fail_everything(self) -> None:
         self._take_arrivals()
         for task in self._schedule.tasks:
             task.fail(EngineError("the engine stopped before the task was done"))
         self._deliver_ends()
+        self._tell_ends()
 
 
 class _Check(Task[None]):

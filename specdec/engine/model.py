@@ -4,7 +4,7 @@
 `load.py` makes one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ import torch
 
 from specdec.engine.attention import AttentionBackend, Segment, attending
 from specdec.engine.cache import KvCache
-from specdec.engine.decoder import Decoder, DecoderOutput, PackedRow
+from specdec.engine.decoder import Decoder, DecoderOutput, PackedRow, nothing
 from specdec.engine.errors import EngineError, SequenceTooLong
 from specdec.engine.feed import Feed, ForwardOutput
 from specdec.engine.graphs import Graphs
@@ -65,7 +65,7 @@ class LanguageModel:
             self.graphs = graphs
 
     @torch.inference_mode()
-    def forward(self, feeds: Iterable[Feed]) -> ForwardOutput:
+    def forward(self, feeds: Iterable[Feed], when_prepared: Callable[[], None] = nothing) -> ForwardOutput:
         """Append each feed's tokens to its sequence; return logits and hidden states, in the order of the feeds.
 
         A sequence may occur once. Raises SequenceTooLong, CacheFull or EngineError for bad feeds; after any exception
@@ -76,7 +76,7 @@ class LanguageModel:
             for feed in feeds:
                 self.check(feed)
                 feed.sequence.reserve(feed.sequence.length + len(feed.tokens))
-            output = self._forward_packed(feeds)
+            output = self._forward_packed(feeds, when_prepared)
             for feed in feeds:
                 feed.sequence.append(feed.tokens, feed.parents)
         return output
@@ -104,16 +104,18 @@ class LanguageModel:
                 f"{self.num_layers} layers"
             )
 
-    def _forward_packed(self, feeds: list[Feed]) -> ForwardOutput:
+    def _forward_packed(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
         segments = [
             Segment(feed.sequence.key, feed.sequence.length, len(feed.tokens), tuple(feed.parents)) for feed in feeds
         ]
-        row = _packed(feeds, segments)
+        row = _packed(feeds, segments, when_prepared)
         logits, states = self._decoded(row, segments)
         num_rows = sum(feed.num_rows for feed in feeds)
         return ForwardOutput(logits[:num_rows].float(), _by_feed(feeds, row, states))
 
     def _decoded(self, row: PackedRow, segments: list[Segment]) -> DecoderOutput:
+        if self.graphs:
+            row.when_prepared()
         output = self.graphs.run(row, segments) if self.graphs else None
         if output is not None:
             return output
@@ -130,7 +132,7 @@ def _check_counts(feed: Feed) -> None:
         )
 
 
-def _packed(feeds: list[Feed], segments: list[Segment]) -> PackedRow:
+def _packed(feeds: list[Feed], segments: list[Segment], when_prepared: Callable[[], None]) -> PackedRow:
     tokens: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -142,7 +144,7 @@ def _packed(feeds: list[Feed], segments: list[Segment]) -> PackedRow:
         logit_rows += range(end - feed.num_rows, end)
         observed_rows += range(end - _num_observed(feed), end)
     layers = {layer for feed in feeds if feed.num_observed for layer in feed.hidden_layers}
-    return PackedRow(tokens, positions, logit_rows or [0], observed_rows, tuple(sorted(layers)))
+    return PackedRow(tokens, positions, logit_rows or [0], observed_rows, tuple(sorted(layers)), when_prepared)
 
 
 def _num_observed(feed: Feed) -> int:

@@ -8,6 +8,7 @@ A task runs once its session is resident in the cache (`residency.py`), and then
 If running tasks outgrow the cache the youngest is suspended until another one has ended.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
@@ -36,8 +37,8 @@ class Forwards(Protocol):
         """Raise EngineError for a feed that `forward` would refuse."""
         ...
 
-    def forward(self, feeds: list[Feed]) -> ForwardOutput:
-        """Append the feeds' tokens; return what they ask for."""
+    def forward(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
+        """Append the feeds' tokens; return what they ask for. Call back before what takes long, any number of times."""
         ...
 
 

@@ -3,9 +3,14 @@
 asyncio runs everything that is ready before it listens again. When the target answers a batch, that is a hundred steps
 of sessions, some 10 to 40 ms, and grpc.aio needs several passes of the loop to accept one call. So a pass is short
 here, and what has to be quick goes before what is ready (`Priority`): accepting a call, and admitting or refusing it.
+
+Other threads wake the loop through an eventfd, where there is one. asyncio's own socket wakes it as somebody for whom
+the caller is going to wait (Linux's "sync" wake-ups): on the caller's processor, which it takes from the caller.
 """
 
 import asyncio
+import contextlib
+import os
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -88,6 +93,32 @@ class ServiceLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._ready = Steps()
+        self._is_woken = False  # by another thread, since it last looked
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else None
+        if self._wakes is not None:
+            super().add_reader(self._wakes, self._note_woken)
+
+    def close(self) -> None:
+        """Close it for good."""
+        was_closed = self.is_closed()
+        super().close()
+        if self._wakes is not None and not was_closed:
+            os.close(self._wakes)
+            self._wakes = None
+
+    def _write_to_self(self) -> None:
+        """Wake the loop, which has something new in `_ready`."""
+        if self._wakes is None:
+            super()._write_to_self()  # type: ignore[misc]  # not public
+        elif not self._is_woken:
+            self._is_woken = True
+            os.eventfd_write(self._wakes, 1)
+
+    def _note_woken(self) -> None:
+        if self._wakes is not None:
+            with contextlib.suppress(BlockingIOError):  # another pass was sooner
+                os.eventfd_read(self._wakes)
+        self._is_woken = False  # after reading: who wakes meanwhile has something in `_ready`, which the next pass sees
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]  # wider
         """Call back when a file can be read; for the socket of grpc.aio's signals, once for all that are there.

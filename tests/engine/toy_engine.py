@@ -51,7 +51,8 @@ class ToyModel:
             raise EngineError("unknown token")
         feed.sequence.check_append(feed.tokens, feed.parents)
 
-    def forward(self, feeds: list[Feed]) -> ForwardOutput:
+    def forward(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
+        when_prepared()
         self.forwards.append({feed.sequence.key: len(feed.tokens) for feed in feeds})
         self.entered.release()
         self.gate.wait()

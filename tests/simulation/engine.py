@@ -95,8 +95,9 @@ class ToyLanguageModel:
             raise EngineError("unknown token")
         feed.sequence.check_append(feed.tokens, feed.parents)
 
-    def forward(self, feeds: list[Feed]) -> ForwardOutput:
+    def forward(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
         """Append the feeds' tokens and return the logits of their last rows."""
+        when_prepared()
         states = [state for feed in feeds for state in self._states(feed)]
         return ForwardOutput(self.text.logits[states], (None,) * len(feeds))
 

@@ -135,7 +135,10 @@ class Pod:
         # inside the pod redis-cli's default host would do
         words = [words[0], "-h", self.address, *words[1:]] if words[0] == "redis-cli" else list(words)
         words = [self.with_local_paths(word) for word in words]
-        return subprocess.run(words, capture_output=True, timeout=timeout_s, check=False).returncode == 0
+        try:
+            return subprocess.run(words, capture_output=True, timeout=timeout_s, check=False).returncode == 0
+        except subprocess.TimeoutExpired:
+            return False
 
 
 class LocalCluster:

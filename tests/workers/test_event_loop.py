@@ -1,10 +1,13 @@
 """The loop of a service listens between few steps, lets what is urgent go first, and reads grpc's signals at once."""
 
 import asyncio
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -14,6 +17,7 @@ from specdec.serving.event_loop import FIRST_IN_A_ROW, PASS_STEPS, Priority, Ser
 
 NUM_STEPS = 100
 NUM_BUSY, BUSY_S = 100, 0.0003
+NUM_THREADS, NUM_WAKES, WAIT_S = 4, 2000, 5.0
 
 
 def on_service_loop(work: Callable[[], Any]) -> Any:
@@ -52,6 +56,36 @@ def test_the_loop_listens_before_all_that_is_ready_has_run(pair: tuple[socket.so
         return ran_before[0]
 
     assert on_service_loop(work) <= 2 * PASS_STEPS
+
+
+def test_no_thread_wakes_the_loop_in_vain() -> None:
+    """Each waits for what it has asked for, while others wake the loop too; nothing else would."""
+
+    def ask(loop: asyncio.AbstractEventLoop) -> int:
+        for number in range(NUM_WAKES):
+            answered = threading.Event()
+            loop.call_soon_threadsafe(answered.set)
+            if not answered.wait(WAIT_S):
+                return number
+        return NUM_WAKES
+
+    async def work() -> list[int]:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(NUM_THREADS) as threads:
+            asked = [loop.run_in_executor(threads, ask, loop) for _ in range(NUM_THREADS)]
+            return await asyncio.gather(*asked)
+
+    assert on_service_loop(work) == [NUM_WAKES] * NUM_THREADS
+
+
+def test_a_closed_loop_is_woken_no_more() -> None:
+    files = set(os.listdir("/proc/self/fd"))
+    loop = ServiceLoop()
+    loop.close()
+    loop.close()
+    assert set(os.listdir("/proc/self/fd")) == files
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.call_soon_threadsafe(print)
 
 
 def test_what_goes_first_keeps_its_order_and_goes_before_what_is_ready() -> None:

@@ -159,10 +159,10 @@ async def test_a_session_whose_forwards_fail_does_not_end_its_worker() -> None:
     """However often it comes again: a check in between shows that it is not the worker's fault."""
 
     class PoisonedModel(HungModel):
-        def forward(self, feeds: list[Feed]) -> ForwardOutput:
+        def forward(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
             if any(feed.sequence.key == "poisoned" for feed in feeds):
                 raise RuntimeError("CUDA out of memory")
-            return super().forward(feeds)
+            return super().forward(feeds, when_prepared)
 
     model = PoisonedModel(lambda: None)
     model.gate.set()
@@ -201,7 +201,8 @@ class HungModel:
     def check(self, feed: Feed) -> None:
         """Accept every feed."""
 
-    def forward(self, feeds: list[Feed]) -> ForwardOutput:
+    def forward(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
+        when_prepared()
         self._entered()
         self.gate.wait()
         for feed in feeds:
