@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from specdec.engine import (
     EngineError,
     EngineLoop,
+    Feed,
+    ForwardOutput,
     Task,
     TaskState,
 )
@@ -199,6 +202,40 @@ async def test_event_loop_runs_during_forwards() -> None:
         await asyncio.to_thread(until, lambda: loop.last_step_age_s == 0)
         assert not loop.is_stalled(0)
     assert loop.is_stalled(3600), "a stopped thread makes no progress"
+
+
+async def test_who_waits_is_told_when_the_next_forward_computes() -> None:
+    """Not before, when the engine's thread would wait for the interpreter, and not after."""
+    told_early: list[bool] = []
+
+    class Watched(ToyModel):
+        def forward(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
+            if len(self.forwards) == 2:  # after the plug's, and that in which "a" has ended
+                time.sleep(0.05)
+                told_early.append(futures[0].done())
+                when_prepared()
+                until(futures[0].done)
+            return super().forward(feeds, when_prepared)
+
+    model = Watched()
+    async with engine(model) as loop:
+        async with paused_forward(model, loop):
+            futures = await submitted(loop, Generation("a", [1]), Generation("b", [2], 2))
+        assert await asyncio.gather(*futures) == [generated([1], 1), generated([2], 2)]
+    assert told_early == [False]
+    assert model.forwards == [{"plug": 1}, {"a": 1, "b": 1}, {"b": 1}]
+
+
+async def test_a_model_that_never_says_that_it_computes_keeps_nobody_waiting() -> None:
+    class Silent(ToyModel):
+        def forward(self, feeds: list[Feed], when_prepared: Callable[[], None]) -> ForwardOutput:
+            return super().forward(feeds, lambda: None)
+
+    model = Silent()
+    async with engine(model) as loop:
+        async with paused_forward(model, loop):
+            futures = await submitted(loop, Generation("a", [1]), Generation("b", [2], 2))
+        assert await asyncio.gather(*futures) == [generated([1], 1), generated([2], 2)]
 
 
 async def test_timings_add_up() -> None:
