@@ -5,9 +5,9 @@
 
 #define CHANNELS (2 * LANES)       // of a block
 #define LINES (CHANNELS * 4 / 64)  // that the processor reads for a step
-#define ROW_BYTES (IS_BF16 ? 2 : 4)                   // of one input
+#define ROW_BYTES (IS_BF16 ? 2 : 4)  // of one input
 #define WEIGHT_BYTES (IS_BF16 || IS_HALVED ? 2 : 4)
-#define STEP_BYTES (IS_HALVED ? 8 : 4)                // of a row, in a step
+#define STEP_BYTES (IS_HALVED ? 8 : 4)  // of a row, in a step
 
 // Add the products of LANES channels with the 4 bytes at `inputs` to their sums.
 static ALWAYS_INLINE FLOATS NAME(accumulate)(FLOATS sums, FLOATS numbers, const char *inputs)
@@ -117,10 +117,7 @@ static void NAME(multiply_channels)(const Product *product, void *output, int64_
             NAME(multiply)(all, rows, output, row, channel, 0, 1, 0, 0, number);                                       \
         break;
             switch (count) {
-                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5)
-#if MAX_ROWS > 5
-                TILE(6)
-#endif
+                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 #if MAX_ROWS > 6
                 TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12) TILE(13) TILE(14)
 #endif
