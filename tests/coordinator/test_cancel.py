@@ -35,11 +35,11 @@ class SlowForwards:
         self._is_open = False
         forward = LanguageModel.forward
 
-        def slow(model: LanguageModel, feeds: Any) -> Any:
+        def slow(model: LanguageModel, feeds: Any, *more: Any) -> Any:
             self.num_begun += 1
             if not self._is_open:
                 self._turns.acquire()
-            return forward(model, feeds)
+            return forward(model, feeds, *more)
 
         monkeypatch.setattr(LanguageModel, "forward", slow)
 

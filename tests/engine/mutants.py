@@ -207,8 +207,8 @@ def without_final_norm(original: Original) -> Any:
 
 
 def one_token_late(original: Original) -> Any:
-    def packed(feeds: Any, segments: Any) -> PackedRow:
-        row: PackedRow = original(feeds, segments)
+    def packed(feeds: Any, segments: Any, *more: Any) -> PackedRow:
+        row: PackedRow = original(feeds, segments, *more)
         rows = [max(0, observed - 1) for observed in row.observed_rows]
         return PackedRow(row.tokens, row.positions, row.logit_rows, rows, row.hidden_layers)
 

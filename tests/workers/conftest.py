@@ -32,12 +32,12 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> Forwards:
     """Count the tokens that forwards compute in this test."""
     counts, forward = Forwards(), LanguageModel.forward
 
-    def counting(self: LanguageModel, feeds: Iterable[Feed]) -> ForwardOutput:
+    def counting(self: LanguageModel, feeds: Iterable[Feed], *more: Callable[[], None]) -> ForwardOutput:
         feeds = list(feeds)
         counts.sizes.append(sum(len(feed.tokens) for feed in feeds))
         for feed in feeds:
             counts.by_session[feed.sequence.key].append(len(feed.tokens))
-        return forward(self, feeds)
+        return forward(self, feeds, *more)
 
     monkeypatch.setattr(LanguageModel, "forward", counting)
     return counts
