@@ -12,15 +12,18 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from enum import Enum, auto
+from io import FileIO
 from typing import Any
 
 PASS_STEPS = 8  # in one pass; each takes some 0.1 ms
 FIRST_IN_A_ROW = 8  # then one of the others: no flood of calls stops them
 MAX_SIGNALS = 4096  # a socket's buffer holds some hundred
+ONE_WAKE = (1).to_bytes(8, sys.byteorder)  # as an eventfd counts
 
 
 class Priority(Enum):
@@ -94,17 +97,15 @@ class ServiceLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._ready = Steps()
         self._is_woken = False  # by another thread, since it last looked
-        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else None
+        self._wakes = _eventfd()
         if self._wakes is not None:
-            super().add_reader(self._wakes, self._note_woken)
+            super().add_reader(self._wakes.fileno(), self._note_woken, self._wakes)
 
     def close(self) -> None:
         """Close it for good."""
-        was_closed = self.is_closed()
         super().close()
-        if self._wakes is not None and not was_closed:
-            os.close(self._wakes)
-            self._wakes = None
+        if self._wakes is not None:
+            self._wakes.close()
 
     def _write_to_self(self) -> None:
         """Wake the loop, which has something new in `_ready`."""
@@ -112,12 +113,11 @@ class ServiceLoop(asyncio.SelectorEventLoop):
             super()._write_to_self()  # type: ignore[misc]  # not public
         elif not self._is_woken:
             self._is_woken = True
-            os.eventfd_write(self._wakes, 1)
+            with contextlib.suppress(ValueError):  # it is closed: nothing will run any more
+                self._wakes.write(ONE_WAKE)
 
-    def _note_woken(self) -> None:
-        if self._wakes is not None:
-            with contextlib.suppress(BlockingIOError):  # another pass was sooner
-                os.eventfd_read(self._wakes)
+    def _note_woken(self, wakes: FileIO) -> None:
+        wakes.read(len(ONE_WAKE))
         self._is_woken = False  # after reading: who wakes meanwhile has something in `_ready`, which the next pass sees
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]  # wider
@@ -133,6 +133,13 @@ class ServiceLoop(asyncio.SelectorEventLoop):
             context.run(super().add_reader, fd, _once_for_all, fd, callback, *args)
         else:
             super().add_reader(fd, callback, *args)
+
+
+def _eventfd() -> FileIO | None:
+    """Return a new one as a file: once closed it cannot be mistaken for what gets its number next."""
+    if not hasattr(os, "eventfd"):
+        return None
+    return FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")
 
 
 def _once_for_all(signals: socket.socket, callback: Callable[..., Any], *args: Any) -> None:

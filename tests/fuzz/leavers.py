@@ -48,9 +48,9 @@ class Forwards:
         """Count while the context lasts."""
         forward = LanguageModel.forward
 
-        def counting(model: LanguageModel, feeds: Any) -> Any:
+        def counting(model: LanguageModel, feeds: Any, *more: Any) -> Any:
             self.num_begun += 1
-            return forward(model, feeds)
+            return forward(model, feeds, *more)
 
         with mock.patch.object(LanguageModel, "forward", counting):
             yield

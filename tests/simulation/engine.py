@@ -155,6 +155,8 @@ class InlineEngine(EngineLoop[TaskT]):
         self._step()
         if self._schedule.tasks:
             self._wake()
+        else:
+            self._tell_ends()  # as the thread does before it waits
 
 
 class _NoThread:

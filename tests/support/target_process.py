@@ -65,12 +65,12 @@ def main() -> None:
     num_left = int(sys.argv.pop(1))
     forward = LanguageModel.forward
 
-    def fail_later(self: LanguageModel, feeds: Any) -> Any:
+    def fail_later(self: LanguageModel, feeds: Any, *more: Any) -> Any:
         nonlocal num_left
         num_left -= 1
         if num_left < 0:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return forward(self, feeds)
+        return forward(self, feeds, *more)
 
     with mock.patch.object(LanguageModel, "forward", fail_later):
         run_worker()
