@@ -209,9 +209,12 @@ class ScoringAhead:
             self._ahead.look(task)
 
     @property
-    def is_unknown(self) -> bool:
-        """Whether `note_scored` still has to find out what follows."""
-        return self._ahead is not None and not self._ahead.has_looked
+    def may_draft(self) -> bool:
+        """Whether `note_scored` still has to find out what follows, for which the worker's head may draft."""
+        ahead = self._ahead
+        if ahead is None or ahead.has_looked:
+            return False
+        return ahead.rules.head is not None and ahead.rules.next_round.num_offered > 0
 
     @property
     def offer(self) -> ScoreRound | None:

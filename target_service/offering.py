@@ -19,7 +19,7 @@ from specdec.exact.lookup import NextRound, TextLookup, following
 from specdec.exact.values import Proposal
 from specdec.serving.session_stream import WorkerSession
 from specdec.serving.sharing import may_read_reports
-from target_service.own_head import HeadDraft, States
+from target_service.own_head import HeadDraft, States, WaitingStates
 
 MAX_LOG = 1024  # reports of a session that can be taken back, some 150 bytes each
 MAX_OWN_TOKENS = 4096  # of a session, of which reports are kept, some 200 bytes each
@@ -50,7 +50,7 @@ class SessionOffers:
 
     def __init__(self, session: WorkerSession, table: SharedTable | None) -> None:
         self._session = session
-        self._states: States | None = None  # that the head was not given yet
+        self._states = WaitingStates()
         self._table, self._reads_table = table, may_read_reports(session)
         self._own = SessionSuccessors(MAX_LOG, MAX_OWN_TOKENS)
 
@@ -67,16 +67,16 @@ class SessionOffers:
 
     def observe(self, committed_length: int, states: States | None) -> None:
         """Keep the states of a round that began at so many tokens for the head; those of a text that it left go."""
-        self._states = self._states and self._states.until(committed_length)
+        self._states.truncate(committed_length)
         if states is not None:
-            self._states = self._states.followed_by(states) if self._states else states
+            self._states.add(states)
 
     def head_draft(self, text: Sequence[int], lookup: TextLookup, next_round: NextRound) -> HeadDraft | None:
         """Return what the worker's own head is to draft after a text; None without states."""
-        states, count = self._states, _count(text, next_round)
-        if states is None or states.end != len(text) - 1 or not count:
+        count = _count(text, next_round)
+        if self._states.end != len(text) - 1 or not count:
             return None
-        self._states = None
+        states = self._states.take()
         found = most_promising(
             _continuations(text, lookup, count), text[-1], no_successors, count, next_round.stop_below
         )

@@ -22,6 +22,7 @@ from specdec.serving.session_stream import WorkerSession
 from specdec.serving.telemetry import get_logger
 
 MAX_WAITING = 256  # positions whose states wait for the next draft of a session
+MAX_PIECES = 32  # that wait for being joined
 MAX_SHARE = 0.5  # of a forward's time, for a draft: what costs nothing finds more than half of what a head finds
 NUM_FIRST = 8  # drafts, the first of which are slow, before their time is judged by
 PROBED_EVERY = 64  # drafts that were not worth it are followed by one that is measured again
@@ -50,6 +51,37 @@ class States:
             return later
         rows = torch.cat((self.rows[: later.start - self.start], later.rows))
         return States(self.start + max(0, len(rows) - MAX_WAITING), rows[-MAX_WAITING:])
+
+
+class WaitingStates:
+    """The states of a session's text that the head was not given yet: those of each round, joined when taken."""
+
+    def __init__(self) -> None:
+        self._pieces: list[States] = []  # each begins where the one before it ends
+
+    @property
+    def end(self) -> int:
+        """The position after the last one; -1 without any."""
+        return self._pieces[-1].end if self._pieces else -1
+
+    def truncate(self, length: int) -> None:
+        """Forget those of a text that was left, from `length` on."""
+        while self.end > length:
+            if rest := self._pieces.pop().until(length):
+                self._pieces.append(rest)
+
+    def add(self, states: States) -> None:
+        """Keep the states of a round."""
+        if (self._pieces and states.start != self.end) or len(self._pieces) >= MAX_PIECES:
+            self._pieces = [self.take().followed_by(states)]
+        else:
+            self._pieces.append(states)
+
+    def take(self) -> States:
+        """Return them, the last MAX_WAITING, and keep none; there must be some."""
+        pieces, self._pieces = self._pieces, []
+        rows = torch.cat([piece.rows for piece in pieces])[-MAX_WAITING:]
+        return States(pieces[-1].end - len(rows), rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,28 +4,18 @@ At each position the target's distribution is read on the union of the supports 
 token is drawn from the rest. The distributions are taken under the same sampling parameters as the draft's.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 
-import numpy as np
 import torch
 
 from specdec.drafting.successors import NUM_SUCCESSORS
 from specdec.engine import Feed, Task
+from specdec.engine.rows import bytes_of, largest_tokens, read_and_draw
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError
-from specdec.exact import codec
 from specdec.exact.randomness import Purpose, uniforms
-from specdec.exact.sampling import (
-    SamplingContext,
-    draw_dense,
-    drop_padding,
-    greedy_tokens,
-    next_token_distributions,
-    on_cpu,
-    top_tokens,
-)
+from specdec.exact.sampling import SamplingContext, drop_padding, indices
 from specdec.exact.tree import chain_parents, children_of, path_to, union
 from specdec.exact.values import ObservationRequest, Observations, PositionLogprobs, Scores, TargetDistribution
 from specdec.serving.session_stream import WorkerSession
@@ -140,6 +130,8 @@ class ScoreTask(Task[Scores]):
         if self.hidden_states is None or not layers:
             return None
         rows = self.hidden_states[-(window + len(self.round.draft_tokens)) :]
+        if tuple(layers) == tuple(self.hidden_layers):
+            return rows
         return rows[:, [self.hidden_layers.index(layer) for layer in layers]]
 
     def own_states(self, path: Sequence[int]) -> States | None:
@@ -149,7 +141,8 @@ class ScoreTask(Task[Scores]):
             return None
         num_before = len(rows) - len(self.round.draft_tokens)
         kept = [*range(num_before), *(num_before + token for token in path)]
-        return States(self.round.committed_length - num_before, rows[kept])
+        is_beginning = kept == list(range(len(kept)))  # a view is made in a fraction of a copy's time
+        return States(self.round.committed_length - num_before, rows[: len(kept)] if is_beginning else rows[kept])
 
     def contexts(self) -> list[SamplingContext]:
         """Return what each position's distribution depends on, [N + 1]. Raises InvalidArgumentError by its grammar."""
@@ -216,47 +209,19 @@ class Scorer:
         offers = [task.offers for task in tasks]  # now: a task may be told while it runs
         spans = _spans(tasks)
         reports = _reports(scored, offers, spans)
-        finite, answers = self._target_distributions(tasks, scored, contexts)
+        unions = [token_ids for task in tasks for token_ids in task.round.unions()]
+        answers = read_and_draw(scored, contexts, unions, _tail_draws(tasks))
         for task, rows, told, report, (begin, end) in zip(tasks, rows_of, offers, reports, spans, strict=True):
-            if not all(finite[begin:end]):
+            positions = tuple(answer for answer in answers[begin:end] if answer)
+            if len(positions) < end - begin:
                 message = "the model's logits for this session are not finite; restart it, or its worker"
                 task.fail(NonFiniteLogitsError(message))
                 continue
             if told:
                 tokens = [task.round.tokens[-1], *task.round.draft_tokens]
                 told.report(task.round.committed_length, tokens, report)
-            positions = tuple(answers[begin:end])
             task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
         self._when_scored(tasks)
-
-    def _target_distributions(
-        self, tasks: Sequence[ScoreTask], logits: torch.Tensor, contexts: Sequence[SamplingContext]
-    ) -> tuple[list[bool], list[TargetDistribution]]:
-        """Read the unions from the distributions of logits [sum of N + 1, V], then draw one token a row from the rest.
-
-        Also say of each row whether it is a distribution. On a GPU all of this is copied back at once.
-        """
-        unions = [token_ids for task in tasks for token_ids in task.round.unions()]
-        if not any(context.sampling.temperature for context in contexts):
-            tokens = greedy_tokens(logits, contexts, self._vocab_size)
-            return [token is not None for token in tokens], list(map(_one_hot, unions, tokens))
-        rows = next_token_distributions(logits, contexts, self._vocab_size)
-        inside = _indices(unions, logits.device)
-        support_probs = rows[inside]
-        rows[inside] = 0
-        drawn, tail_masses = draw_dense(rows, _tail_draws(tasks))
-        probs, tail_tokens, masses = (each.tolist() for each in on_cpu(support_probs, drawn, tail_masses))
-        probs_of = [probs[begin:end] for begin, end in pairwise(accumulate(map(len, unions), initial=0))]
-        finite = [math.isfinite(sum(inside, mass)) for inside, mass in zip(probs_of, masses, strict=True)]
-        masses = np.array(masses, codec.FLOAT32).tolist()  # as they are shipped: what is decided by them, is the same
-        return finite, list(map(TargetDistribution, probs_of, masses, tail_tokens))
-
-
-def _one_hot(union: Sequence[int], token: int | None) -> TargetDistribution:
-    """Return a distribution in which one token is certain."""
-    if token in union:
-        return TargetDistribution([float(each == token) for each in union], 0.0, 0)
-    return TargetDistribution([0.0] * len(union), 1.0, token or 0)
 
 
 def _reports(
@@ -264,24 +229,20 @@ def _reports(
 ) -> list[tuple[bytes, ...]]:
     """Return each task's most probable tokens by its rows of logits [sum of N + 1, V]; none where nobody is told."""
     told = [row for each, (begin, end) in zip(offers, spans, strict=True) if each for row in range(begin, end)]
-    rows = logits if len(told) == len(logits) else logits[told]
-    found = iter(_successors(rows) if told else ())
+    found = iter(largest_tokens(logits if len(told) == len(logits) else logits[told], NUM_SUCCESSORS) if told else ())
     counts = [end - begin if each else 0 for each, (begin, end) in zip(offers, spans, strict=True)]
     return [tuple(islice(found, count)) for count in counts]
 
 
-def _successors(logits: torch.Tensor) -> tuple[bytes, ...]:
-    """Return the most probable tokens by logits [rows, V], one entry a row."""
-    return _bytes_of(top_tokens(logits, min(NUM_SUCCESSORS, logits.shape[-1])).to(torch.int32))
-
-
 def _tail_draws(tasks: Sequence[ScoreTask]) -> list[float]:
-    """Return the draws from outside the unions, [sum of N + 1]."""
-    return [
-        uniform
-        for task in tasks
-        for uniform in uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
-    ]
+    """Return the draws from outside the unions, [sum of N + 1]; where nothing is drawn, some numbers."""
+    return [uniform for task in tasks for uniform in _draws_of(task)]
+
+
+def _draws_of(task: ScoreTask) -> Sequence[float]:
+    if not task.session.sampling.temperature:
+        return [0.0] * task.num_positions
+    return uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
 
 
 def _with_contexts(
@@ -310,14 +271,6 @@ def _spans(tasks: Iterable[ScoreTask]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate((task.num_positions for task in tasks), initial=0)))
 
 
-def _indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (row, token) index pairs of one list of tokens a row, each [sum of lengths]."""
-    row = [index for index, tokens in enumerate(token_lists) for _ in tokens]
-    column = [token for tokens in token_lists for token in tokens]
-    pairs = torch.tensor([row, column], dtype=torch.long, device=device)
-    return pairs[0], pairs[1]
-
-
 def _logprobs(
     task: ScoreTask, positions: Sequence[TargetDistribution], logits: torch.Tensor
 ) -> tuple[PositionLogprobs, ...]:
@@ -328,7 +281,7 @@ def _logprobs(
     logprobs = logits.log_softmax(dim=-1)
     pairs = zip(task.round.unions(), positions, strict=True)
     wanted = [[*token_ids, position.tail_token] for token_ids, position in pairs]
-    flat = iter(logprobs[_indices(wanted, logits.device)].tolist())
+    flat = iter(logprobs[indices(wanted, logits.device)].tolist())
     by_token = [{token: next(flat) for token in tokens} for tokens in wanted]
     top, top_ids = (values.tolist() for values in logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1))
     return tuple(
@@ -343,15 +296,9 @@ def _observed(task: ScoreTask, logits: torch.Tensor) -> Observations | None:
     if not request:
         return None
     states = task.states_of(request.hidden_layers, task.watch.window)
-    hidden = _bytes_of(states.to(torch.bfloat16)) if states is not None else ()
+    hidden = bytes_of(states.to(torch.bfloat16)) if states is not None else ()
     top: tuple[bytes, ...] = ()
     if request.num_top_tokens:
-        count = min(request.num_top_tokens, logits.shape[-1])
-        top = _bytes_of(top_tokens(logits, count).to(torch.int32))
+        top = largest_tokens(logits, request.num_top_tokens)
     length = task.round.committed_length + len(task.round.draft_tokens)
     return Observations(length - max(len(hidden), len(top)), hidden, top)
-
-
-def _bytes_of(values: torch.Tensor) -> tuple[bytes, ...]:
-    """Return the bytes of each entry of the first dimension."""
-    return tuple(entry.tobytes() for entry in values.cpu().contiguous().flatten(1).view(torch.uint8).numpy())

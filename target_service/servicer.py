@@ -111,8 +111,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load()), None
-        if self.head and ahead.is_unknown:
-            await asyncio.to_thread(ahead.note_scored, task)  # the head may draft
+        if ahead.may_draft:
+            await asyncio.to_thread(ahead.note_scored, task)
         else:
             ahead.note_scored(task)
         if not request:  # a round that was scored ahead may have observed in vain

@@ -18,12 +18,15 @@ _POINTER = ctypes.c_void_p
 
 
 @cache
-def kernels() -> ctypes.CDLL | None:
-    """Return the compiled code, or None where specdec was installed without a C compiler."""
+def kernels(keeps_lock: bool = False) -> ctypes.CDLL | None:
+    """Return the compiled code, or None where specdec was installed without a C compiler.
+
+    What takes microseconds better keeps Python's lock meanwhile: to get it back may take longer.
+    """
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None or spec.origin is None:
         return None
-    library, number = ctypes.CDLL(spec.origin), ctypes.c_int64
+    library, number = (ctypes.PyDLL if keeps_lock else ctypes.CDLL)(spec.origin), ctypes.c_int64
     signatures: dict[str, tuple[type | None, list[type]]] = {
         "lanes": (number, []),
         "has_pairs": (number, []),
@@ -40,6 +43,9 @@ def kernels() -> ctypes.CDLL | None:
         "rest": (None, []),
         "count_parts": (None, [_POINTER, _POINTER]),
         "pairs": (None, [_POINTER, _POINTER, _POINTER, _POINTER, number, _POINTER]),
+        "draw_room": (number, [number]),
+        "draw": (None, [_POINTER, _POINTER]),
+        "find_largest": (None, [_POINTER, number, number, number, number, number, _POINTER]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"specdec_{name}")

@@ -215,8 +215,12 @@ class Task(Generic[ResultT]):
             self._observed.append(hidden_states)
         if not self.tokens:
             self.parents = ()
-            self.hidden_states = torch.cat(self._observed) if self._observed else None
+            self.hidden_states = _joined(self._observed) if self._observed else None
             self._observed = []
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 class Submission(Generic[ResultT]):

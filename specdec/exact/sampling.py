@@ -11,13 +11,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 
 from specdec.exact.token_counts import TokenCounts
-from specdec.exact.values import SparseDistribution
+from specdec.exact.values import SparseDistribution, TargetDistribution
 from specdec.types import SamplingParams
 
 NEUTRAL = SamplingParams()
@@ -83,11 +83,13 @@ def draft_distributions(
 
 def _rows(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     rows = scaled_softmax(logits, params)
-    # a one-hot row has nothing to truncate
-    params = [param if param.temperature else NEUTRAL for param in params]
-    if any(param.top_k or param.top_p < 1 or param.min_p > 0 for param in params):
-        rows = truncate_rows(rows, params)
-    return rows
+    params = [param if truncates(param) else NEUTRAL for param in params]
+    return rows if all(param is NEUTRAL for param in params) else truncate_rows(rows, params)
+
+
+def truncates(sampling: SamplingParams) -> bool:
+    """Return whether a distribution is cut; a one-hot row has nothing that could be."""
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def drop_padding(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -305,6 +307,49 @@ def draw(row: SparseDistribution, uniform: float) -> int:
     cumulative = list(accumulate(row.probs))
     position = bisect_right(cumulative, uniform * cumulative[-1])
     return row.token_ids[min(position, len(row.token_ids) - 1)]
+
+
+def read_and_draw(
+    logits: torch.Tensor,
+    contexts: Sequence[SamplingContext],
+    unions: Sequence[Sequence[int]],
+    uniforms: Sequence[float],
+) -> list[TargetDistribution | None]:
+    """Read the tokens of a union from each row's distribution, then draw one from the rest; None: there is none.
+
+    Logits are float32 [N, V], of the tokens that exist; one context, union and number in [0, 1) a row. On a GPU all of
+    this is copied back at once.
+    """
+    if not any(context.sampling.temperature for context in contexts):
+        tokens = greedy_tokens(logits, contexts, logits.shape[-1])
+        certain = zip(unions, tokens, strict=True)
+        return [None if token is None else _one_hot(union, token) for union, token in certain]
+    rows = next_token_distributions(logits, contexts, logits.shape[-1])
+    inside = indices(unions, logits.device)
+    support_probs = rows[inside]
+    rows[inside] = 0
+    drawn, tail_masses = draw_dense(rows, uniforms)
+    probs, tail_tokens, masses = (each.tolist() for each in on_cpu(support_probs, drawn, tail_masses.float()))
+    probs_of = [probs[begin:end] for begin, end in pairwise(accumulate(map(len, unions), initial=0))]
+    return [
+        TargetDistribution(probs, mass, token) if math.isfinite(sum(probs, mass)) else None
+        for probs, mass, token in zip(probs_of, masses, tail_tokens, strict=True)
+    ]
+
+
+def _one_hot(union: Sequence[int], token: int) -> TargetDistribution:
+    """Return a distribution in which one token is certain."""
+    if token in union:
+        return TargetDistribution([float(each == token) for each in union], 0.0, 0)
+    return TargetDistribution([0.0] * len(union), 1.0, token)
+
+
+def indices(token_lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (row, token) index pairs of one list of tokens a row, each [sum of lengths]."""
+    row = [index for index, tokens in enumerate(token_lists) for _ in tokens]
+    column = [token for tokens in token_lists for token in tokens]
+    pairs = torch.tensor([row, column], dtype=torch.long, device=device)
+    return pairs[0], pairs[1]
 
 
 def draw_dense(weights: torch.Tensor, uniforms: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,19 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import grpc
 import pytest
 import torch
 
+from specdec.drafting.successors import NUM_SUCCESSORS
+from specdec.engine.rows import largest_tokens
 from specdec.exact import codec
 from specdec.exact.values import Proposal, one_hot
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service import scorer
 from target_service.offering import SessionOffers
-from target_service.scorer import Scorer, ScoreTask
+from target_service.scorer import ScoreTask
 from tests.support.worker_streams import PROMPT, TargetStream, connected_target
 from tests.workers.target_service.streams import Rounds, in_module_loop, values
 
@@ -163,14 +165,14 @@ async def test_a_round_may_be_told_to_learn_while_it_is_scored(
     channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was scored ahead may run when the message comes that asks for offers."""
-    distributions = Scorer._target_distributions
+    draws = scorer._tail_draws
 
-    def told(scorer: Scorer, tasks: Sequence[ScoreTask], *rest: Any) -> Any:
+    def told(tasks: Sequence[ScoreTask]) -> list[float]:
         for task in tasks:
             task.offers = SessionOffers(task.session, None)
-        return distributions(scorer, tasks, *rest)
+        return draws(tasks)
 
-    monkeypatch.setattr(Scorer, "_target_distributions", told)
+    monkeypatch.setattr(scorer, "_tail_draws", told)
     answer = await answered(TargetStream(channel, next(names), SAMPLINGS["greedy"]), pb.NextRound(plain=True))
     assert answer.cached_len == len(PROMPT)
 
@@ -182,7 +184,8 @@ def test_sessions_that_learn_are_told_of_their_own_rows(told: tuple[bool, ...]) 
     offers = [cast(SessionOffers, object()) if each else None for each in told]
     reports = scorer._reports(logits, offers, spans)
     expected = [
-        scorer._successors(logits[begin:end]) if each else () for each, (begin, end) in zip(told, spans, strict=True)
+        largest_tokens(logits[begin:end], NUM_SUCCESSORS) if each else ()
+        for each, (begin, end) in zip(told, spans, strict=True)
     ]
     assert reports == expected
     assert [len(report) for report in reports] == [each * n for each, n in zip(told, (2, 3, 1), strict=True)]

@@ -23,7 +23,16 @@ from specdec.v1 import target_pb2 as pb
 from target_service import loading, own_head, servicer
 from target_service.ahead import AheadTask, Following, Outlook, look_ahead
 from target_service.offering import SessionOffers
-from target_service.own_head import MAX_WAITING, NUM_FIRST, PROBED_EVERY, HeadDraft, OwnHead, States
+from target_service.own_head import (
+    MAX_PIECES,
+    MAX_WAITING,
+    NUM_FIRST,
+    PROBED_EVERY,
+    HeadDraft,
+    OwnHead,
+    States,
+    WaitingStates,
+)
 from target_service.scorer import ScoreRound, ScoreTask, Watch
 from target_service.settings import TargetSettings
 from tests.support.head_drafting import KINDS, TargetStates, asked, drafting
@@ -208,7 +217,10 @@ def states(start: int, count: int) -> States:
     ],
 )
 def test_states_of_rounds_are_joined(first: tuple[int, int], later: tuple[int, int], expected: tuple[int, int]) -> None:
-    joined = states(*first).followed_by(states(*later))
+    waiting = WaitingStates()
+    for each in (first, later):
+        waiting.add(states(*each))
+    joined = waiting.take()
     assert (joined.start, joined.rows.flatten().tolist()) == (
         expected[0],
         [float(position) for position in range(expected[0], sum(expected))],
@@ -217,9 +229,22 @@ def test_states_of_rounds_are_joined(first: tuple[int, int], later: tuple[int, i
 
 @pytest.mark.parametrize(("end", "count"), [(2, None), (3, None), (4, 1), (6, 3), (9, 3)])
 def test_states_of_a_text_that_was_left_go(end: int, count: int | None) -> None:
-    kept = states(3, 3).until(end)
-    assert (kept and len(kept.rows)) == count
-    assert kept is None or kept.start == 3
+    waiting = WaitingStates()
+    for position in (3, 4, 5):
+        waiting.add(states(position, 1))
+    waiting.truncate(end)
+    assert waiting.end == (3 + count if count else -1)
+    assert count is None or waiting.take().rows.flatten().tolist() == [3.0 + index for index in range(count)]
+
+
+def test_states_of_many_rounds_wait_in_few_pieces() -> None:
+    waiting = WaitingStates()
+    for position in range(2 * MAX_WAITING):
+        waiting.add(states(position, 1))
+        assert len(waiting._pieces) <= MAX_PIECES
+    joined = waiting.take()
+    assert (joined.start, joined.end, joined.rows[0].item()) == (MAX_WAITING, 2 * MAX_WAITING, MAX_WAITING)
+    assert waiting.end == -1
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,68 @@
+// Reading and drawing from rows, with vectors of LANES floats: included once for each width.
+
+#include "lanes.h"
+
+typedef double NAME(doubles) __attribute__((vector_size(8 * LANES)));
+
+// Write a row's weights, and zeros up to whole chunks: its probabilities as they are, or e^((x - most) / temperature),
+// and 0 for what is less than 1e-37 of the most. A row with a NaN or an infinity has a NaN.
+static void NAME(weigh)(const float *row, int64_t size, float temperature, float *weights)
+{
+    const int64_t num_vectors = (size + LANES - 1) / LANES, padded = num_chunks(size) * CHUNK;
+    memcpy(weights, row, sizeof(float) * (size_t)size);
+    for (int64_t place = size; place < padded; place++)
+        weights[place] = temperature < 0 ? 0 : -INFINITY;
+    if (temperature < 0)
+        return;
+    FLOATS most = (FLOATS){0} - INFINITY;
+    for (int64_t index = 0; index < num_vectors; index++)
+        most = NAME(larger)(most, NAME(at)(weights, (int)index));
+    const FLOATS largest = (FLOATS){0} + NAME(largest_of)(most);
+    for (int64_t index = 0; index < num_vectors; index++) {
+        const FLOATS power = (NAME(at)(weights, (int)index) - largest) / temperature;
+        const INTS is_none = power < (FLOATS){0} - LEAST_POWER;
+        const FLOATS weight = (FLOATS)(~is_none & (INTS)NAME(exponential)(power));
+        memcpy(weights + index * LANES, &weight, sizeof weight);
+    }
+    for (int64_t place = size; place < padded; place++)
+        weights[place] = 0; // also where all of a row is minus infinity
+}
+
+// Write the sum of each chunk of weights.
+static void NAME(add_up)(const float *weights, int64_t size, double *sums)
+{
+    for (int64_t chunk = 0; chunk < num_chunks(size); chunk++) {
+        NAME(doubles) total = {0};
+        UNROLLED for (int index = 0; index < CHUNK / LANES; index++)
+            total += __builtin_convertvector(NAME(at)(weights + chunk * CHUNK, index), NAME(doubles));
+        double sum = 0;
+        UNROLLED for (int lane = 0; lane < LANES; lane++)
+            sum += total[lane];
+        sums[chunk] = sum;
+    }
+}
+
+// Write the places of a row's `count` largest numbers, the largest first; of equals the first ones.
+static void NAME(find_largest)(const float *row, int64_t size, int count, int32_t *places)
+{
+    float found[MAX_FOUND];
+    for (int index = 0; index < count; index++)
+        put_among(found, places, index, row[index], index);
+    int64_t place = count;
+    for (; place + LANES <= size; place += LANES) {
+        const INTS is_larger = NAME(at)(row + place, 0) > (FLOATS){0} + found[count - 1];
+        int32_t any[LANES], is_any = 0;
+        memcpy(any, &is_larger, sizeof any);
+        UNROLLED for (int lane = 0; lane < LANES; lane++)
+            is_any |= any[lane];
+        for (int lane = 0; is_any && lane < LANES; lane++)
+            if (row[place + lane] > found[count - 1])
+                put_among(found, places, count - 1, row[place + lane], place + lane);
+    }
+    for (; place < size; place++)
+        if (row[place] > found[count - 1])
+            put_among(found, places, count - 1, row[place], place);
+}
+
+#undef LANES
+#undef NAME
