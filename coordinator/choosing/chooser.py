@@ -32,9 +32,9 @@ PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
 # of an offer at a busy target: what the target does for it between two forwards, all its sessions wait for
 MIN_BUSY_OFFER_GAIN = 1.1
-# where it promises less than this, a session rests long, and looks at nothing: greedy texts often begin to repeat
-# themselves, and then a draft pays that did not before; drawn ones hardly do
-CLEAR_LOSS, CLEAR_GREEDY_LOSS = 0.95, 0.85
+# where it promises less than this, a session rests long, and looks at nothing, as looking costs a few per cent: greedy
+# texts often begin to repeat themselves, and then a draft pays that did not before; drawn ones hardly do
+CLEAR_LOSS, CLEAR_GREEDY_LOSS = 1.0, 0.85
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
 REPEATED_ROUNDS = 8  # of a rest, in which the target is told the same of the next round: costs change slowly
@@ -270,8 +270,9 @@ class PlanChooser:
             num_tokens = len(outcome.path) + 1
             self._offers.observe_time(0.0 if outcome.has_prefill else elapsed_s, num_tokens, plan.drafter == OFFER)
         self._has_observed |= plan.observes
-        if not outcome.has_prefill:
+        if not outcome.has_prefill and self._rest.is_observed(plan == RESTING):
             self._observe_costs(outcome)
+        self._costs.num_sessions = outcome.num_sessions
         if self._trial:
             loss_s = elapsed_s - (len(outcome.path) + 1) / self._trial.best.speed
             self._exploration.observe(elapsed_s, loss_s - self._trial.expected_loss_s)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 AWAKE_ROUNDS = 2  # in which plain decoding was best, before a rest
 FIRST_REST = 16  # rounds
 LONGEST_REST = 64
+OBSERVED_EVERY = 4  # rounds of a rest: what a round costs changes slowly, and to add one takes a tenth of a millisecond
 CHANGED_LOAD = 2.0  # more than so many times the sessions, or fewer by more than that, wake a session
 
 
@@ -33,6 +34,10 @@ class Rest:
     def follows(self) -> bool:
         """Whether the next round belongs to a rest, unless the load changes."""
         return self._left > 0
+
+    def is_observed(self, is_resting: bool) -> bool:
+        """Return whether the costs of a round that rests, or does not, are taken note of."""
+        return not is_resting or self._left % OBSERVED_EVERY == 0
 
     def goes_on(self, num_sessions: int) -> bool:
         """Return whether the next round belongs to a rest, and count it; `num_sessions` are at the target worker."""
