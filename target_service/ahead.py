@@ -122,7 +122,7 @@ class AheadTask(ScoreTask):
         length = previous.round.committed_length
         unknown = ScoreRound(length, [UNKNOWN], [], [])
         super().__init__(previous.session, unknown, watch, match=True, num_committed=length)
-        self.offers = previous.offers
+        self.offers, self.reports_to = previous.offers, previous.reports_to
         self.rules = following
         self._lock = Lock()
 
@@ -199,6 +199,7 @@ class ScoringAhead:
         if next_round.learns:
             self._offers = self._offers or self._new_offers()
             task.offers = self._offers
+            task.reports_to = None if head and head.was_worth else self._offers
         following = Following(next_round, self._rule, self._lookup, head)
         self._ahead = AheadTask(task, watch, following)
         self._engine.follow(task, self._ahead)

@@ -104,10 +104,12 @@ class OwnHead:
         self._runner = runner
         self._lock = Lock()
         self._num_drafts, self._num_skipped, self._draft_s = 0, 0, 0.0  # the mean time of the latest drafts
+        self.was_worth = True  # when it was last asked
 
     def is_worth(self, forward_s: float) -> bool:
         """Return whether a draft takes so little beside a forward that it pays."""
-        if self._num_drafts < NUM_FIRST or self._draft_s <= MAX_SHARE * forward_s:
+        self.was_worth = self._num_drafts < NUM_FIRST or self._draft_s <= MAX_SHARE * forward_s
+        if self.was_worth:
             return True
         self._num_skipped += 1
         return self._num_skipped % PROBED_EVERY == 0

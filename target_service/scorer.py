@@ -75,7 +75,8 @@ class ScoreTask(Task[Scores]):
     """One session's round in the engine: logits at the last committed token and at the N draft tokens."""
 
     digest = b""  # of the committed tokens, once they are cached
-    offers: SessionOffers | None = None  # told of the most probable tokens, where drafts are offered
+    offers: SessionOffers | None = None  # where drafts are offered
+    reports_to: SessionOffers | None = None  # the same, where they are drafted from the most probable tokens
 
     def __init__(
         self, session: WorkerSession, given: ScoreRound, watch: Watch, match: bool, num_committed: int | None = None
@@ -206,7 +207,7 @@ class Scorer:
         if not tasks:
             return
         scored = _joined([rows[-task.num_positions :] for task, rows in zip(tasks, rows_of, strict=True)], logits)
-        offers = [task.offers for task in tasks]  # now: a task may be told while it runs
+        offers = [task.reports_to for task in tasks]  # now: a task may be told while it runs
         spans = _spans(tasks)
         reports = _reports(scored, offers, spans)
         unions = [token_ids for task in tasks for token_ids in task.round.unions()]

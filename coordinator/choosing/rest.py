@@ -14,7 +14,7 @@ rests after its first round, and goes on resting where plans are weighed again a
 
 from dataclasses import dataclass
 
-AWAKE_ROUNDS = 2  # in which plain decoding was best, before a rest
+AWAKE_ROUNDS = 2  # in which plain decoding was best, before the first rest; none of them is scored ahead
 FIRST_REST = 16  # rounds
 LONGEST_REST = 64
 OBSERVED_EVERY = 4  # rounds of a rest: what a round costs changes slowly, and to add one takes a tenth of a millisecond
@@ -51,12 +51,15 @@ class Rest:
         return True
 
     def observe(self, is_plain: bool, num_rounds: int = AWAKE_ROUNDS) -> None:
-        """Note whether plain decoding was best in a round awake; after `num_rounds` of them a rest begins."""
+        """Note whether plain decoding was best in a round awake.
+
+        After `num_rounds` of them a rest begins, and after one where nothing has paid since the last rest.
+        """
         if not is_plain:
             self._num_plain, self._length = 0, FIRST_REST
             return
         self._num_plain += 1
-        if self._num_plain >= num_rounds:
+        if self._num_plain >= num_rounds or self._length > FIRST_REST:
             self._begin(self._length)
             self._length = min(2 * self._length, LONGEST_REST)
 

@@ -169,7 +169,7 @@ async def test_a_round_may_be_told_to_learn_while_it_is_scored(
 
     def told(tasks: Sequence[ScoreTask]) -> list[float]:
         for task in tasks:
-            task.offers = SessionOffers(task.session, None)
+            task.offers = task.reports_to = SessionOffers(task.session, None)
         return draws(tasks)
 
     monkeypatch.setattr(scorer, "_tail_draws", told)
