@@ -66,7 +66,8 @@ class SessionOffers:
                 self._table.report(token, report)
 
     def observe(self, committed_length: int, states: States | None) -> None:
-        """Keep the states of a round that began at so many tokens for the head; those of a text that it left go."""
+        """Keep the states of a round that began at so many tokens for the head; what a left text showed goes."""
+        self._own.truncate(committed_length)
         self._states.truncate(committed_length)
         if states is not None:
             self._states.add(states)

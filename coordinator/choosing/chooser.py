@@ -270,15 +270,19 @@ class PlanChooser:
             num_tokens = len(outcome.path) + 1
             self._offers.observe_time(0.0 if outcome.has_prefill else elapsed_s, num_tokens, plan.drafter == OFFER)
         self._has_observed |= plan.observes
-        if not outcome.has_prefill and self._rest.is_observed(plan == RESTING):
+        if not outcome.has_prefill and self._is_observed(outcome):
             self._observe_costs(outcome)
-        self._costs.num_sessions = outcome.num_sessions
         if self._trial:
             loss_s = elapsed_s - (len(outcome.path) + 1) / self._trial.best.speed
             self._exploration.observe(elapsed_s, loss_s - self._trial.expected_loss_s)
             self._trial = replace(self._trial, expected_loss_s=0.0, had_prefill=outcome.has_prefill)
         elif not outcome.has_prefill:
             self._exploration.observe(elapsed_s)
+
+    def _is_observed(self, outcome: RoundOutcome) -> bool:
+        """Return whether costs are learned from a round: of a rest some are enough, where its load is known."""
+        is_known = self._costs.note_sessions(outcome.num_sessions)
+        return not is_known or outcome.plan != RESTING or self._rest.is_observed
 
     def _observe_costs(self, outcome: RoundOutcome) -> None:
         plan, missed = outcome.plan, outcome.missed

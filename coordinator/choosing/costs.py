@@ -196,6 +196,13 @@ class Costs:
     num_sessions: int = 1  # at the target worker, in the last round
     _mean_drafted: float = 0.0  # draft tokens of a round, lately
 
+    def note_sessions(self, num_sessions: int) -> bool:
+        """Take note of how many sessions a target worker has, if rounds were scored at that load; return whether."""
+        is_known = _load_of(num_sessions) in self._score
+        if is_known:
+            self.num_sessions = num_sessions
+        return is_known
+
     def observe_draft(self, drafter: str, num_asked: int, seconds: float) -> None:
         """Add one round's drafting."""
         self._draft.setdefault(drafter, _draft_fit()).observe(num_asked, seconds)
@@ -243,7 +250,7 @@ class Costs:
     @property
     def load(self) -> int:
         """The level of the target worker's load: its sessions by factors of two, with a power of two amid each."""
-        return (self.num_sessions + self.num_sessions // 2).bit_length()
+        return _load_of(self.num_sessions)
 
     @property
     def knows_scoring(self) -> bool:
@@ -301,3 +308,7 @@ class Costs:
         num_tokens = self.num_sessions * (1 + half)
         (added_s,) = self._score[self.load].added_each(num_tokens, np.array([self.num_sessions * half]), drafter)
         return float(added_s) / half + (self._draft[drafter].slope() if self.has_measured(drafter) else 0.0)
+
+
+def _load_of(num_sessions: int) -> int:
+    return (num_sessions + num_sessions // 2).bit_length()

@@ -35,9 +35,10 @@ class Rest:
         """Whether the next round belongs to a rest, unless the load changes."""
         return self._left > 0
 
-    def is_observed(self, is_resting: bool) -> bool:
-        """Return whether the costs of a round that rests, or does not, are taken note of."""
-        return not is_resting or self._left % OBSERVED_EVERY == 0
+    @property
+    def is_observed(self) -> bool:
+        """Whether the costs of this round of a rest are taken note of."""
+        return self._left % OBSERVED_EVERY == 0
 
     def goes_on(self, num_sessions: int) -> bool:
         """Return whether the next round belongs to a rest, and count it; `num_sessions` are at the target worker."""

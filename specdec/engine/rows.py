@@ -62,22 +62,24 @@ def read_and_draw(
 def _drawn(
     rows: torch.Tensor, temperatures: Sequence[float], unions: Sequence[Sequence[int]], uniforms: Sequence[float]
 ) -> list[TargetDistribution | None]:
-    num_rows, size = rows.shape
-    given = array("f", temperatures), array("q", accumulate(map(len, unions))), array("q", chain.from_iterable(unions))
-    draws = array("d", uniforms)
+    (num_rows, size), listed = rows.shape, array("q", chain.from_iterable(unions))
+    if listed and not 0 <= min(listed) <= max(listed) < size:
+        raise IndexError(f"a token of a union is none of the {size}")
+    ends = array("q", accumulate(map(len, unions)))
+    given = array("f", temperatures), ends, listed, array("d", uniforms)
     probs, masses, drawn = (
-        array("f", bytes(4 * len(given[2]))),
+        array("f", bytes(4 * len(listed))),
         array("f", bytes(4 * num_rows)),
         array("q", bytes(8 * num_rows)),
     )
-    addresses = [each.buffer_info()[0] for each in (*given, draws, probs, masses, drawn)]
+    addresses = [each.buffer_info()[0] for each in (*given, probs, masses, drawn)]
     struct = Draws(rows.data_ptr(), rows.stride(0), size, num_rows, *addresses, num_lanes())
     library = _kernels(num_rows * size)
     room = torch.empty(library.specdec_draw_room(size), dtype=torch.uint8)
     library.specdec_draw(ctypes.addressof(struct), room.data_ptr())
     return [
         None if isnan(mass) else TargetDistribution(probs[begin:end].tolist(), mass, token)
-        for (begin, end), mass, token in zip(pairwise(chain((0,), given[1])), masses, drawn, strict=True)
+        for (begin, end), mass, token in zip(pairwise(chain((0,), ends)), masses, drawn, strict=True)
     ]
 
 

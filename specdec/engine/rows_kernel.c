@@ -66,18 +66,17 @@ static void put_among(float *found, int32_t *places, int last, float number, int
 #define WITH_LANES(lanes, call, ...) call##_4(__VA_ARGS__)
 #endif
 
-// Return the first place at which `before` and the sum of the numbers so far are above the threshold. The first place that
-// reaches the last sum is the last one with a weight: rounding does not step past it.
+// Return the first place at which `before` and the sum of the numbers so far are above the threshold, or else the last one
+// with a weight: rounding does not step past it.
 static int64_t first_above(const double *numbers, const float *weights, int64_t count, double before, double threshold)
 {
-    double sum = 0, reached = before;
+    double sum = 0;
     int64_t last = 0;
-    for (int64_t place = 0; place < count && reached <= threshold; place++) {
-        sum += numbers ? numbers[place] : weights[place];
-        if (before + sum > reached) {
-            reached = before + sum;
+    for (int64_t place = 0; place < count && before + sum <= threshold; place++) {
+        const double number = numbers ? numbers[place] : weights[place];
+        sum += number;
+        if (number > 0)
             last = place;
-        }
     }
     return last;
 }
@@ -134,7 +133,7 @@ static void draw_row(const Draws *all, int64_t row, int64_t first, float *weight
     for (int64_t index = first; index < all->ends[row]; index++)
         all->probs[index] = (float)(all->probs[index] / total);
     all->drawn[row] = mass > 0 ? drawn_from(weights, sums, all->size, all->uniforms[row] * mass) : 0;
-    all->masses[row] = (float)(mass / total);
+    all->masses[row] = (float)(mass / total + 0 * inside); // NaN where only a listed number is
 }
 
 // Return how many bytes `draw` needs beside its arguments.

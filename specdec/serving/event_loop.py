@@ -113,7 +113,7 @@ class ServiceLoop(asyncio.SelectorEventLoop):
             super()._write_to_self()  # type: ignore[misc]  # not public
         elif not self._is_woken:
             self._is_woken = True
-            with contextlib.suppress(ValueError):  # it is closed: nothing will run any more
+            with contextlib.suppress(ValueError, OSError):  # it is closed, or just being: nothing will run any more
                 self._wakes.write(ONE_WAKE)
 
     def _note_woken(self, wakes: FileIO) -> None:
@@ -136,7 +136,7 @@ class ServiceLoop(asyncio.SelectorEventLoop):
 
 
 def _eventfd() -> FileIO | None:
-    """Return a new one as a file: once closed it cannot be mistaken for what gets its number next."""
+    """Return a new one as a file: once closed it is not mistaken for what gets its number next."""
     if not hasattr(os, "eventfd"):
         return None
     return FileIO(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+")

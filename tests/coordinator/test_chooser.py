@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from coordinator.choosing.costs import PRIOR_RESTING, Costs
 from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.exploration import Exploration
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Forward, Missed, RoundOutcome
-from coordinator.choosing.rest import Rest
+from coordinator.choosing.rest import OBSERVED_EVERY, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.values import Proposal, SparseDistribution, one_hot
 
@@ -250,6 +251,39 @@ def test_a_change_of_load_ends_a_rest() -> None:
     assert not chooser.choose(ROOM).observes
     shared.costs.observe_score(0, 1.0, num_sessions=1)
     assert chooser.choose(ROOM).observes
+
+
+def test_a_prompt_at_a_new_load_leaves_the_load_at_which_costs_are_known() -> None:
+    """Of such a round no cost is learned, and others plan meanwhile."""
+    shared, drafters = SharedStatistics(), {"a": Drafter(0.9, 0.01), "b": Drafter(0.9, 0.01, 0, is_compared=True)}
+    simulate(drafters, num_rounds=100, shared=shared)
+    PlanChooser(shared, list(drafters), MAXIMUM).observe(
+        RoundOutcome(PLAIN, 0, (), 0.0, 1.0, num_sessions=8, has_prefill=True)
+    )
+    assert shared.costs.num_sessions == 1
+    chooser = PlanChooser(shared, list(drafters), MAXIMUM)
+    assert chooser.choose_compared(chooser.choose(ROOM), ["a", "b"]) is not None
+
+
+def test_of_a_rest_some_rounds_are_taken_note_of_and_all_at_a_new_load() -> None:
+    shared = SharedStatistics()
+    chooser = PlanChooser(shared, ["a"], MAXIMUM)
+    simulate({"a": Drafter(0.1, 1.0)}, num_rounds=400, shared=shared, chooser=chooser)
+    while not chooser.expects_plain_after(chooser.choose(ROOM)):
+        chooser.observe(RoundOutcome(PLAIN, 0, (), 0.0, 1.0))
+
+    def num_observed(count: int) -> int:
+        with mock.patch.object(Costs, "observe_other") as observed:
+            for _ in range(count):
+                assert chooser.choose(ROOM) == RESTING
+                chooser.observe(RoundOutcome(RESTING, 0, (), 0.0, 1.0))
+        return int(observed.call_count)
+
+    assert num_observed(2 * OBSERVED_EVERY) == 2
+    chooser.choose(ROOM)
+    chooser.observe(RoundOutcome(RESTING, 0, (), 0.0, 1.0, num_sessions=2))
+    assert shared.costs.num_sessions == 2
+    assert shared.costs.knows_scoring
 
 
 def busy(drafters: Mapping[str, Drafter]) -> SharedStatistics:

@@ -112,6 +112,19 @@ def test_a_row_that_is_no_distribution_spoils_no_other(params: SamplingParams, b
     assert (found[0], found[3]) == (good[0], good[3])
 
 
+def test_bad_numbers_are_noticed_where_all_tokens_are_listed() -> None:
+    logits = torch.full((2, 3), math.nan)
+    contexts = [SamplingContext(SamplingParams(top_k=5)), SamplingContext(SamplingParams())]
+    assert read_and_draw(logits, contexts, [(0, 1, 2)] * 2, [0.5] * 2) == [None, None]
+
+
+@pytest.mark.parametrize("token", [-1, 300, 1 << 40])
+def test_a_token_that_does_not_exist_is_refused(token: int) -> None:
+    """Else memory would be read and written that is another's."""
+    with pytest.raises(IndexError, match="300"):
+        read_and_draw(logits_of(1, 300), [SamplingContext(SamplingParams())], [(2, token)], [0.5])
+
+
 def test_what_the_model_forbids_is_never_drawn() -> None:
     logits = torch.full((64, 2 * CHUNK_TOKENS), -math.inf)
     logits[:, 7] = 0.0
@@ -146,6 +159,16 @@ def test_rounding_draws_no_token_without_weight() -> None:
     rows = weights.repeat_interleave(2, dim=0).repeat(2, 1)
     found = compiled._drawn(rows, [compiled.PROBABILITIES] * len(rows), [()] * len(rows), uniforms)
     assert all(each is not None and rows[index, each.tail_token] > 0 for index, each in enumerate(found))
+
+
+def test_a_weight_that_moves_no_sum_is_never_passed_over_for_none() -> None:
+    """All that a chunk has may be less than the last digit of what comes before it."""
+    weights = torch.zeros(2, 2 * CHUNK_TOKENS)
+    weights[:, 0] = 1.0
+    weights[:, CHUNK_TOKENS + 90] = 1e-30
+    for uniforms in ([0.0, 1 - 2**-53], [1.0, 1.0]):
+        found = compiled._drawn(weights, [compiled.PROBABILITIES] * 2, [()] * 2, uniforms)
+        assert all(each is not None and weights[0, each.tail_token] > 0 for each in found)
 
 
 def test_greedy_rows_take_the_first_of_equal_maxima() -> None:
