@@ -16,7 +16,7 @@ from coordinator.choosing.costs import PRIOR_RESTING, Costs
 from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.exploration import Exploration
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Forward, Missed, RoundOutcome
-from coordinator.choosing.rest import OBSERVED_EVERY, Rest
+from coordinator.choosing.rest import AWAKE_ROUNDS, OBSERVED_EVERY, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.values import Proposal, SparseDistribution, one_hot
 
@@ -348,6 +348,24 @@ def test_a_rest_compares_with_the_load_at_which_it_began() -> None:
     while not rest.follows:
         rest.observe(is_plain=True)
     assert [rest.goes_on(count) for count in (4, 6, 8, 9)] == [True, True, True, False]
+
+
+def test_after_the_first_rest_one_round_awake_is_enough() -> None:
+    """Unless something has paid in it: then a rest begins as the first one did."""
+    rest = Rest()
+
+    def num_awake() -> int:
+        count = 0
+        while not rest.follows:
+            rest.observe(is_plain=True)
+            count += 1
+        while rest.goes_on(1):
+            pass
+        return count
+
+    assert [num_awake() for _ in range(4)] == [AWAKE_ROUNDS, 1, 1, 1]
+    rest.observe(is_plain=False)
+    assert [num_awake() for _ in range(2)] == [AWAKE_ROUNDS, 1]
 
 
 def test_the_round_after_is_plain_while_a_rest_goes_on() -> None:

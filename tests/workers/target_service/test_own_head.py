@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks.random_heads import save_heads
 from specdec.drafting.candidate_tree import Guesses
-from specdec.engine import EngineError
+from specdec.engine import EngineError, EngineLoop
 from specdec.exact.lookup import NextRound, TextLookup
 from specdec.exact.values import ObservationRequest, Proposal, one_hot
 from specdec.heads.drafting.loading import HeadParts, load_runner
@@ -21,7 +22,7 @@ from specdec.heads.formats.target import target_folder
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service import loading, own_head, servicer
-from target_service.ahead import AheadTask, Following, Outlook, look_ahead
+from target_service.ahead import AheadTask, Following, Outlook, ScoringAhead, look_ahead
 from target_service.offering import SessionOffers
 from target_service.own_head import (
     MAX_PIECES,
@@ -315,9 +316,25 @@ def test_each_session_of_a_forward_gets_its_own_draft() -> None:
     assert [ahead.has_looked for ahead in aheads] == [True, True, False, True], "nobody awaits the third"
 
 
+@pytest.mark.parametrize("was_worth", [None, False, True])
+@pytest.mark.parametrize("num_offered", [0, 4])
+def test_what_a_head_makes_needless_is_left_out(was_worth: bool | None, num_offered: int) -> None:
+    """Where it drafts nobody is told of the most probable tokens; only where it may draft another thread is asked."""
+    offers = SessionOffers(head_session(), None)
+    head = None if was_worth is None else cast(OwnHead, SimpleNamespace(was_worth=was_worth))
+    engine = cast(EngineLoop[ScoreTask], SimpleNamespace(follow=lambda previous, task: None))
+    ahead = ScoringAhead(engine, None, lambda: offers)
+    assert not ahead.may_draft
+    task = scored(torch.zeros(0), 6, [], Watch(), num_tokens=4)
+    ahead.begin(task, Watch(), NextRound(plain=True, num_offered=num_offered, learns=True), head)
+    assert task.offers is offers
+    assert task.reports_to is (None if was_worth else offers)
+    assert ahead.may_draft == (head is not None and num_offered > 0)
+
+
 def scored(states_at: torch.Tensor, start: int, draft: Sequence[int], watch: Watch, num_tokens: int) -> ScoreTask:
     """Return a task that was scored: a text of `start` and `num_tokens` tokens, then a draft."""
-    given = ScoreRound(start, range(num_tokens), draft, [(token,) for token in draft], parents=(0, 0, 2))
+    given = ScoreRound(start, range(num_tokens), draft, [(token,) for token in draft], (0, 0, 2)[: len(draft)])
     task = ScoreTask(head_session(), given, watch, match=False)
     task.hidden_states = states_at
     return task
@@ -334,6 +351,10 @@ def test_the_head_reads_its_layers_at_committed_tokens_alone() -> None:
     assert own is not None
     assert (own.start, own.end) == (6, 12)
     assert own.rows.squeeze(-1).tolist() == [[place, 500.0 + place] for place in (0, 1, 2, 3, 5, 6)]
+    for path, places in (((), (0, 1, 2, 3)), ((0,), (0, 1, 2, 3, 4)), ((1,), (0, 1, 2, 3, 5))):
+        kept = task.own_states(path)
+        assert kept is not None
+        assert kept.rows[:, 0, 0].tolist() == list(places)
     asked_for = task.states_of(watch.request.hidden_layers, watch.window)
     assert asked_for is not None
     assert asked_for.squeeze(-1).tolist() == [[100.0 + place, 500.0 + place] for place in (2, 3, 4, 5, 6)]
