@@ -35,11 +35,12 @@ class SlowForwards:
         self._is_open = False
         forward = LanguageModel.forward
 
-        def slow(model: LanguageModel, feeds: Any, *more: Any) -> Any:
+        def slow(model: LanguageModel, feeds: Any, when_prepared: Callable[[], None]) -> Any:
             self.num_begun += 1
+            when_prepared()  # else nobody is told of the rounds before this one while it hangs
             if not self._is_open:
                 self._turns.acquire()
-            return forward(model, feeds, *more)
+            return forward(model, feeds, when_prepared)
 
         monkeypatch.setattr(LanguageModel, "forward", slow)
 
