@@ -42,7 +42,7 @@ NODE_FOLDERS := clients/typescript tests/gateway/openai_npm
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup redis chromium protos lint format types test alerts-check page-check clients docs simulate fuzz chaos rolling-update smollm2 demo exactness bench gpu-check image image-check clean
+.PHONY: help setup redis chromium protos lint format types test test-all alerts-check page-check clients docs simulate fuzz chaos rolling-update smollm2 demo exactness bench gpu-check image image-check clean
 .SILENT:
 
 help: ## This list
@@ -103,7 +103,10 @@ format: setup ## Let ruff format and mend what it can
 types: setup ## mypy, strict
 	$(BIN)/mypy --no-error-summary
 
-test: setup lint types ## Lint, types and every test, on this machine alone: no GPU, no network
+test: setup lint types ## Lint, types and tests, in minutes, on this machine alone: no GPU, no network
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --short $(PYTEST_ARGS)
+
+test-all: setup lint types ## `make test` with the tests that it leaves out: every architecture, rule, drafter and fault
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 alerts-check: setup ## Test the alerts and the dashboard with a real Prometheus; needs prometheus and promtool

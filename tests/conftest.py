@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from types import AsyncGeneratorType, CoroutineType, FrameType
 
@@ -65,11 +66,52 @@ def _suspended(thing: object) -> FrameType | None:
 
 
 WATCH = pytest.StashKey[Watch]()
+LONG = "long(*cases, but=()): takes long: all its cases, or those named, or all but those; `--short` leaves it out"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make test` take minutes: of what is marked as long it runs the cases that are not."""
+    parser.addoption("--short", action="store_true", help="leave out what is marked as long")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the way out, which is captured later, for the watch."""
+    """Keep the way out, which is captured later, for the watch; say what marks mean."""
     config.stash[WATCH] = Watch(os.dup(2))
+    config.addinivalue_line("markers", LONG)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked as long, if only the others are wanted. Raises UsageError for a mark of no case."""
+    if config.getoption("short"):
+        check_marks(items)
+        config.hook.pytest_deselected(items=[item for item in items if is_long(item)])
+        items[:] = [item for item in items if not is_long(item)]
+
+
+def is_long(item: pytest.Item) -> bool:
+    """Return whether a test, or this case of it, is marked as long."""
+    marker, case = item.get_closest_marker("long"), _case(item)
+    if marker is None:
+        return False
+    return case in marker.args if marker.args else case not in marker.kwargs.get("but", ())
+
+
+def check_marks(items: list[pytest.Item]) -> None:
+    """Raise UsageError for marks that name a case which its test, collected as a whole, does not have."""
+    cases = defaultdict[str, set[str]](set)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].add(_case(item))
+    for item in items:
+        test, marker = item.nodeid.partition("[")[0], item.get_closest_marker("long")
+        unknown = {*marker.args, *marker.kwargs.get("but", ())} - cases[test] if marker else set()
+        if unknown and len(cases[test]) > 1:
+            raise pytest.UsageError(
+                f"{test} has no case {', '.join(sorted(unknown))}; name its cases in its mark `long`"
+            )
+
+
+def _case(item: pytest.Item) -> str:
+    return item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -3,77 +3,19 @@
 // An output's sum runs over the inputs in their order, of bfloat16 two at a time, in float32, span by span, whatever other rows
 // are in the call: its bits depend on its own row and channel alone. A halved weight gives the bits of the whole one.
 
-#include "kernels.h"
+#include "linear.h"
 
-#define SPAN_BYTES 512  // of a row, added up by themselves: a long sum of float32 loses digits
-#define NEAR 8192       // bytes of the weight between what is multiplied and what is fetched to the first cache
-#define FAR 65536       // and, by processors that fetch far, to the second
-#define MAX_NEAR_ROWS 5 // that such a processor multiplies with what it fetches by itself
-#define MAX_NEAR_INT8_ROWS 3
+#define MAX_NEAR_INT8_ROWS 3  // as MAX_NEAR_ROWS
 #define MIN_SHARED_BYTES (1 << 17) // of a weight: less is read before a helper is at it
 #define REQUEST_PERMISSION 0x1023  // ARCH_REQ_XCOMP_PERM, see Linux' Documentation/arch/x86/xstate.rst
 #define TILE_DATA 18               // XFEATURE_XTILE_DATA
 
-// One product.
-typedef struct {
-    Weight weight;
-    const char *rows;  // [num_rows, num_in]
-    char *room;        // of specdec_product_room bytes
-    int64_t num_rows, num_parts;
-} Product;
-
 #ifdef HAS_VERSIONS
-// Return whether the weight is fetched far ahead to the second cache, as sums and memory do not hide behind one another
-// otherwise: on Zen 4, as measured (docs/benchmarks.md). On Zen 5 and Intel's processors fetching near does it.
-static int fetches_far(void)
-{
-    return __builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f");
-}
-
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,avx512bf16,prefer-vector-width=512")
-#define LANES 16
-#define IS_BF16 1
-#define IS_HALVED 0
-#define MAX_ROWS 14  // whose sums the registers hold
-#define NAME(x) x##_bf16
-#include "linear_lanes.h"
-#pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4,avx512vnni,prefer-vector-width=512")
 #define LANES 16
 #define NAME(x) x##_int8
 #include "linear_int8.h"
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,prefer-vector-width=512")
-#define LANES 16
-#define IS_BF16 0
-#define IS_HALVED 0
-#define MAX_ROWS 14
-#define NAME(x) x##_16
-#include "linear_lanes.h"
-#define LANES 16
-#define IS_BF16 0
-#define IS_HALVED 1
-#define MAX_ROWS 14
-#define NAME(x) x##_halved_16
-#include "linear_lanes.h"
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-#define LANES 8
-#define IS_BF16 0
-#define IS_HALVED 0
-#define MAX_ROWS 6
-#define NAME(x) x##_8
-#include "linear_lanes.h"
-#define LANES 8
-#define IS_BF16 0
-#define IS_HALVED 1
-#define MAX_ROWS 6
-#define NAME(x) x##_halved_8
-#include "linear_lanes.h"
 #pragma GCC pop_options
 #endif
 
@@ -165,15 +107,15 @@ static void multiply_channels(const Product *product, char *output, int64_t chan
     if (weight->scales)
         multiply_channels_int8(product, output, channel, end);
     else if (weight->is_bf16)
-        multiply_channels_bf16(product, output, channel, end);
+        specdec_channels_bf16(product, output, channel, end);
     else if (weight->lanes == 16 && weight->is_halved)
-        multiply_channels_halved_16(product, output, channel, end);
+        specdec_channels_halved_16(product, output, channel, end);
     else if (weight->lanes == 16)
-        multiply_channels_16(product, output, channel, end);
+        specdec_channels_16(product, output, channel, end);
     else if (weight->is_halved)
-        multiply_channels_halved_8(product, output, channel, end);
+        specdec_channels_halved_8(product, output, channel, end);
     else
-        multiply_channels_8(product, output, channel, end);
+        specdec_channels_8(product, output, channel, end);
 #endif
 }
 

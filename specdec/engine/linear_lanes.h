@@ -1,5 +1,5 @@
-// Products for one width of vectors and one type of numbers: included by linear_kernel.c once for each, with LANES, IS_BF16,
-// IS_HALVED, MAX_ROWS and NAME(x) defined.
+// Products for one width of vectors and one type of numbers: included once for each, with LANES, IS_BF16, IS_HALVED, MAX_ROWS and
+// NAME(x) defined.
 
 #include "lanes.h"
 
@@ -91,7 +91,7 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
 }
 
 // Compute the channels from `channel` to `end`.
-static void NAME(multiply_channels)(const Product *product, void *output, int64_t channel, int64_t end)
+void NAME(channels)(const Product *product, void *output, int64_t channel, int64_t end)
 {
     const Weight *all = &product->weight;
     const char *rows = product->rows;
@@ -102,16 +102,17 @@ static void NAME(multiply_channels)(const Product *product, void *output, int64_
     for (; channel < end; channel += CHANNELS)
         for (int64_t row = 0; row < num_rows; row += tile) {
             const int64_t count = num_rows - row < tile ? num_rows - row : tile;
-            // rows that go through a block alone fetch just ahead; others share the work of fetching the next block
+            // rows that go through a block alone fetch just ahead; others share the work of fetching the next block.
+            // What cannot be is left out by numbers that the compiler knows: each of these is a function of its own
 #define TILE(number)                                                                                                   \
     case number:                                                                                                       \
-        if (is_far && row == 0 && num_rows > MAX_NEAR_ROWS)                                                            \
+        if (LANES == 16 && number > MAX_NEAR_ROWS && is_far && row == 0)                                               \
             NAME(multiply)(all, rows, output, row, channel, FAR, 2, 0, LINES, number);                                 \
         else if (!is_far && num_tiles == 1)                                                                            \
             NAME(multiply)(all, rows, output, row, channel, NEAR, 1, 0, LINES, number);                                \
-        else if (!is_far && row == 0)                                                                                  \
+        else if (number > MAX_ROWS / 2 && !is_far && row == 0)                                                         \
             NAME(multiply)(all, rows, output, row, channel, block, 1, 0, 1, number);                                   \
-        else if (!is_far && row == tile)                                                                               \
+        else if (number >= MAX_ROWS / 2 && !is_far && row == tile)                                                     \
             NAME(multiply)(all, rows, output, row, channel, block, 1, 1, LINES, number);                               \
         else                                                                                                           \
             NAME(multiply)(all, rows, output, row, channel, 0, 1, 0, 0, number);                                       \

@@ -83,6 +83,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
         replay.lines_of(tmp_path / "text")
 
 
+@pytest.mark.long
 async def test_the_demo_pair_can_be_recorded(tmp_path: Path) -> None:
     """Every token has every drafter's proposal, and the text is the target's own."""
     pair = served.demo_pair()

@@ -44,6 +44,7 @@ async def test_no_fault_breaks_an_invariant(forks: Nursery) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("mistake", [*filter(None, OF_PROCESSES), OF_CLIENTS[0]])
+@pytest.mark.long(but=("a target that scores with other weights",))
 async def test_mistakes_are_found(forks: Nursery, mistake: str) -> None:
     """The controls: without them a run that finds nothing would prove nothing."""
     size = Size(num_coordinators=1, num_drafts=0)
@@ -52,6 +53,7 @@ async def test_mistakes_are_found(forks: Nursery, mistake: str) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.long
 async def test_short_soak(forks: Nursery) -> None:
     plan = soak.Plan(num_faults=6, seed=3, fault_s=1.0, longest_fault_s=1.0, calibration_s=1.0, look_s=0.5)
     assert await soak.soak(plan, forks) == []

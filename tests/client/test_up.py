@@ -47,6 +47,7 @@ async def test_up_serves_until_ctrl_c(models: tuple[str, str]) -> None:
         await all_gone([*children.values()])
 
 
+@pytest.mark.long
 async def test_up_serves_openai_clients(models: tuple[str, str]) -> None:
     async with up("--target", models[0], "--http-port", "0") as running:
         address, base_url = await running.ready(), await running.http()
@@ -63,6 +64,7 @@ async def test_up_serves_openai_clients(models: tuple[str, str]) -> None:
         await all_gone([*children.values()])
 
 
+@pytest.mark.long
 async def test_second_signal_ends_hanging_streams(models: tuple[str, str]) -> None:
     async with up("--target", models[0], "--draft", "none", "--drain-s", "3600") as running:
         address = await running.ready()
@@ -81,6 +83,7 @@ async def test_second_signal_ends_hanging_streams(models: tuple[str, str]) -> No
         await streaming.communicate()
 
 
+@pytest.mark.long
 async def test_no_child_survives_a_killed_parent(models: tuple[str, str]) -> None:
     async with up("--target", models[0]) as running:
         await running.ready()
@@ -90,6 +93,7 @@ async def test_no_child_survives_a_killed_parent(models: tuple[str, str]) -> Non
         await all_gone([*children.values()])
 
 
+@pytest.mark.long
 async def test_draft_worker_that_never_starts_ends_up(tmp_path: Path, models: tuple[str, str]) -> None:
     shutil.copytree(models[1], tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text("{}")

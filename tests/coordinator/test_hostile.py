@@ -243,6 +243,7 @@ async def test_different_tokenizers(tmp_path: Path) -> None:
         (["draft_service", "--drafters", "model"], ["--model"]),
     ],
 )
+@pytest.mark.long(but=("arguments0-words0", "arguments4-words4", "arguments5-words5", "arguments6-words6"))
 async def test_a_start_that_cannot_be(arguments: list[str], words: list[str], tmp_path: Path) -> None:
     """One sentence on standard error, and no traceback."""
     model = save_tokenizer(build("llama", tmp_path / "model"), 320)

@@ -49,6 +49,7 @@ async def be_away(server: RedisServer, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["paused", "killed"])
+@pytest.mark.long(but=("paused",))
 async def test_streams_outlast_an_absence_of_redis(how: str, tmp_path: Path) -> None:
     model = save_tokenizer(build("llama", tmp_path / "model"), 320)
     with running_redis(append_only=True) as server:

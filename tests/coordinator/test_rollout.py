@@ -119,6 +119,7 @@ async def new_model_serves(client: AsyncClient, old: str) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.long
 async def test_a_rolling_change_splits_no_text(models: tuple[Path, Path], texts: list[list[tuple[int, ...]]]) -> None:
     (old, new), (old_texts, new_texts) = models, texts
     assert not set(old_texts) & set(new_texts)

@@ -111,6 +111,7 @@ async def opened(failover: Failover, **options: Any) -> AsyncIterator[SessionSto
 
 
 @pytest.mark.parametrize("how", ["killed", "demoted"])
+@pytest.mark.long(but=("killed",))
 async def test_failovers_under_load_lose_nothing_in_durable_mode(failover: Failover, how: str) -> None:
     """All replicas have what was acknowledged, so any of them may be promoted."""
     async with opened(failover, num_replicas=NUM_REPLICAS, patience_s=60.0) as store:
@@ -143,6 +144,7 @@ async def write_through_a_failover(failover: Failover, how: str, writers: Sequen
     await asyncio.to_thread(failover.await_replicas)
 
 
+@pytest.mark.long
 async def test_without_replicas_a_failover_may_lose_commits_and_says_so(failover: Failover) -> None:
     """The control: what the durable mode is for."""
     async with opened(failover) as store:

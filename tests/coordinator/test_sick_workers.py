@@ -55,6 +55,7 @@ async def expected(model: Path) -> AsyncIterator[list[tuple[int, ...]]]:
 
 
 @in_module_loop
+@pytest.mark.long
 async def test_a_worker_whose_forwards_all_fail_costs_no_session(model: Path, expected: list[tuple[int, ...]]) -> None:
     """And its process ends with an error, so that its supervisor starts another."""
     async with (
@@ -71,6 +72,7 @@ async def test_a_worker_whose_forwards_all_fail_costs_no_session(model: Path, ex
 
 
 @in_module_loop
+@pytest.mark.long
 async def test_a_stopped_worker_costs_seconds(model: Path, expected: list[tuple[int, ...]]) -> None:
     async with (
         target_process(model) as (stopped, port),

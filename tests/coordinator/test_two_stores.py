@@ -103,6 +103,7 @@ async def test_stores_on_one_worker_pool_do_not_mix(model: Path) -> None:
         assert await wrong_texts(model, [first, second], NUM_SESSIONS) == 0
 
 
+@pytest.mark.long
 async def test_stores_would_mix_without_proof(model: Path) -> None:
     """The control: this test sees what it is about."""
     with running_redis() as first, running_redis() as second, ExitStack() as mistakes:

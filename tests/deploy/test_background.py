@@ -43,6 +43,7 @@ async def test_leaving_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.long(but=("15",))
 def test_a_worker_that_loads_ends_when_told(number: signal.Signals) -> None:
     command = [sys.executable, "-c", LOADS_FOR_EVER, "--model", "models/target", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

@@ -53,6 +53,7 @@ def trust(cluster: LocalCluster, tmp_path: Path) -> TlsFiles:
     return TlsFiles(tmp_path / "ca.pem")
 
 
+@pytest.mark.long
 def test_autoscalers_decide_on_the_number_of_pods(cluster: LocalCluster) -> None:
     numbers = {name: len(cluster.of(name)) for name in ("coordinator", "draft", "target", "redis", "gateway")}
     assert numbers == {"coordinator": 2, "draft": 1, "target": 2, "redis": 1, "gateway": 2}

@@ -121,6 +121,7 @@ async def test_a_port_of_metrics_gives_one_sentence(services: Services) -> None:
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.long
 async def test_trace_says_that_no_spans_came(
     services: Services, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ async def test_trace_says_that_no_spans_came(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.long
 async def test_trace_of_services_that_it_starts(services: Services, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     models = ["--target", str(services.model), "--draft", str(services.model)]

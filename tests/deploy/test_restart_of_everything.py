@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from specdec.client import AsyncClient
 from specdec.types import SamplingParams
 from tests.coordinator.test_private_redis import servers_of
@@ -47,6 +49,7 @@ async def refusal(model: Path, state_dir: Path) -> str:
     return said.decode()
 
 
+@pytest.mark.long
 async def test_a_stream_outlives_the_whole_service(tmp_path: Path) -> None:
     model = save_tokenizer(build("llama", tmp_path / "model"), 320)
     state_dir, port = tmp_path / "state", free_port()

@@ -71,6 +71,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RollingCluster
 
 
 @pytest.mark.timeout(300 if IS_SHORT else 1800)
+@pytest.mark.long
 async def test_rolling_updates_change_no_text(cluster: RollingCluster) -> None:
     addresses = cluster.service_address("coordinator"), cluster.service_address("gateway")
     load = SteadyLoad(*addresses, NUM_SESSIONS, at_once=4 if IS_SHORT else 8, requests=REQUESTS)

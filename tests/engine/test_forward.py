@@ -19,6 +19,7 @@ from tests.engine.scenarios import check_hidden_states, check_tree_rounds
 from tests.engine.tiny_models import FUSED, ReferenceModel, assert_close, load, random_tokens
 from tests.support import architectures
 
+DIFFERENT = ("llama", "gpt2", "gemma3", "gpt_oss", "deepseek_v3")  # from one another as attention goes
 BACKENDS = [pytest.param(RowwiseCompiledBackend, marks=needs_kernel), SdpaBackend, RowwiseSdpaBackend]
 LENGTHS = (40, 25, 17)  # all longer than the tiny models' sliding windows
 
@@ -69,6 +70,9 @@ class TestEveryArchitecture:
 
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("name", architectures.SERVED)
+    @pytest.mark.long(
+        but=[f"{name}-{backend.__name__}" for name in DIFFERENT for backend in (SdpaBackend, RowwiseSdpaBackend)]
+    )
     def test_other_attention_matches_the_reference(
         self, name: str, backend: NewBackend, folders: dict[str, Path]
     ) -> None:

@@ -40,6 +40,7 @@ def paged(folder: Path, **options: object) -> LanguageModel:
 
 
 @pytest.mark.parametrize("name", architectures.SERVED)
+@pytest.mark.long(but=("llama", "gpt2", "gemma3", "gpt_oss", "deepseek_v3", "mixtral"))
 def test_every_architecture_matches_the_reference(name: str, tmp_path: Path) -> None:
     folder = architectures.build(name, tmp_path)
     model, reference = paged(folder), ReferenceModel(folder)

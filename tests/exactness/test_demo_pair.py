@@ -49,6 +49,7 @@ def sampling(number: int) -> SamplingParams:
     return SamplingParams(temperature=temperature, top_p=top_p, seed=number, max_new_tokens=16, ignore_eos=True)
 
 
+@pytest.mark.long
 async def test_64_sessions_at_once_are_as_alone(served: Cluster) -> None:
     """A single session is drafted ahead, 64 sessions are not: the proposals are the same too."""
     async with AsyncClient(served.address) as client:

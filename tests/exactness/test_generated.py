@@ -166,6 +166,18 @@ def judge(texts: Sequence[History], case: Case) -> Agreement:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long(
+    but=(
+        "K = 0",
+        "K = 1",
+        "penalties",
+        "supports of three",
+        "block, n-gram",
+        "merged, block, top_p",
+        "trees, automatic K",
+        "lost observations",
+    )
+)
 def test_generated_text_has_the_targets_distribution(name: str) -> None:
     """Joint chi-square over the first four tokens."""
     result = judged(name)
@@ -362,6 +374,7 @@ class LookingUp:
 
 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token rule", "block rule"])
+@pytest.mark.long(but=("token rule",))
 async def test_what_the_coordinator_looks_up_leaves_the_targets_distribution(rule: AcceptanceRule) -> None:
     """The real loop, chooser and lookup."""
     texts = LookingUp(rule)
@@ -378,6 +391,7 @@ async def test_what_the_coordinator_looks_up_leaves_the_targets_distribution(rul
     ],
     ids=["mass for what was not drawn", "a drawn draft given up for what was looked up"],
 )
+@pytest.mark.long
 async def test_lookups_with_a_bug_are_rejected(
     part: str, mutant: object, num_generations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

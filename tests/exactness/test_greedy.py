@@ -39,6 +39,7 @@ def reference(folder: Path, prompts: Sequence[list[int]]) -> list[tuple[int, ...
 
 
 @pytest.mark.parametrize("name", SERVED)
+@pytest.mark.long(but=("llama", "gpt2", "gemma3", "qwen3_moe"))
 async def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
     """8 sessions at once, of different lengths: chains from a model that often agrees, and trees without a model."""
     target = save_tokenizer(build(name, tmp_path / "target"), VOCAB_SIZE)

@@ -229,6 +229,15 @@ def judged(texts: Sequence[History], table: TextTable, sampling: SamplingParams)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long(
+    but=(
+        "chain, block-dflash",
+        "chain, penalties-eagle3",
+        "tree-eagle3",
+        "tree, lost states-medusa",
+        "tree, top_p-medusa",
+    )
+)
 async def test_generated_text_has_the_targets_distribution(
     kind: str, name: str, heads: dict[str, Path], target: Path, table: TextTable
 ) -> None:

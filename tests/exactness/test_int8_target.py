@@ -80,6 +80,7 @@ def plain_decoding() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("speculation", [PLAIN, CHAINS, TREES], ids=["plain", "model", "recycle"])
+@pytest.mark.long(but=("recycle",))
 async def test_greedy_text_equals_plain_decoding(
     served: Cluster, plain_decoding: list[tuple[int, ...]], speculation: SpeculationParams
 ) -> None:
@@ -87,6 +88,7 @@ async def test_greedy_text_equals_plain_decoding(
     assert found == plain_decoding
 
 
+@pytest.mark.long
 async def test_seeded_texts_do_not_depend_on_load(served: Cluster) -> None:
     asked = [(prompt, seeded(number)) for number, prompt in enumerate(prompts())]
     for speculation in (PLAIN, CHAINS):

@@ -20,6 +20,7 @@ async def test_greedy_text_is_the_targets_with_self(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.long(but=("int8",))
 async def test_greedy_text_is_the_targets_with_rounded_drafts(quantization: str) -> None:
     target = Path(__file__).parents[2] / "models" / "target"
     await check_greedy(target, "model", {"model": str(target), "draft_quantization": quantization})

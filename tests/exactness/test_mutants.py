@@ -192,12 +192,22 @@ SOUND = {
 
 
 @pytest.mark.parametrize("name", SOUND)
+@pytest.mark.long(but=("block rule",))
 def test_chi_square_passes_the_real_loop(name: str) -> None:
     """The production loop passes the test that must reject the bugs."""
     assert SOUND[name].judged().p_value > REJECT_BELOW
 
 
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.long(
+    but=(
+        "one uniform for all tests",
+        "recovered from the target",
+        "tail from the whole distribution",
+        "everything accepted",
+        "tree: siblings sorted after drawing",
+    )
+)
 def test_chi_square_rejects(name: str) -> None:
     """A drafter, a scorer or a rule with a bug, in the real loop."""
     result = LOOPS[name].judged()
@@ -205,6 +215,7 @@ def test_chi_square_rejects(name: str) -> None:
     assert result.p_value < REJECT_BELOW
 
 
+@pytest.mark.long
 def test_chi_square_rejects_keys_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
     """K chosen from rejected tokens is exact with keys by round, and biased where keys by position are reused."""
     loop = Loop(loop_mutants.RememberingDrafter, num_tokens=5, num_judged=2, num_generations=4_000)

@@ -97,6 +97,7 @@ async def proposed(address: str, sampling: SamplingParams, num_draft_tokens: int
 
 
 @pytest.mark.parametrize("name", [name for name in TESTED if CASES[name].draft == "draft"])
+@pytest.mark.long(but=("automatic", "tree", "grammar, tree"))
 async def test_text_through_the_network_has_the_targets_distribution(
     name: str, started: Services, pair: tuple[Path, Path]
 ) -> None:
@@ -105,6 +106,7 @@ async def test_text_through_the_network_has_the_targets_distribution(
 
 
 @pytest.mark.parametrize("name", [name for name in TESTED if CASES[name].draft == "other"])
+@pytest.mark.long
 async def test_drafts_of_another_tokenizer_leave_the_distribution(name: str, pair: tuple[Path, Path]) -> None:
     """As above; the draft lacks one of the target's tokens, and reads the text in other ones."""
     target, disturbed = pair

@@ -125,6 +125,7 @@ def judged(results: list[GenerationResult]) -> Agreement:
 
 @pytest.mark.parametrize("shares", [True, False], ids=["shared", "alone"])
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=["token rule", "block rule"])
+@pytest.mark.long(but=("block rule-shared",))
 async def test_generated_text_has_the_targets_distribution(rule: AcceptanceRule, shares: bool) -> None:
     """Joint chi-square over the first four tokens, each generation with a seed of its own."""
     shared = SharedSuccessors(shares)
@@ -135,6 +136,7 @@ async def test_generated_text_has_the_targets_distribution(rule: AcceptanceRule,
     assert sum(play.total_accepted for play in plays) > 0.5 * len(plays)
 
 
+@pytest.mark.long
 async def test_offers_that_know_of_draws_to_come_are_noticed() -> None:
     plays = [await generated(SharedSuccessors(), seed, TokenRule(), PeekingScorer) for seed in range(NUM_GENERATIONS)]
     assert judged(plays).p_value < REJECT_BELOW

@@ -94,6 +94,7 @@ def judged(plays: Sequence[Rounds]) -> Agreement:
 
 
 @pytest.mark.parametrize("rule", AcceptanceRuleName)
+@pytest.mark.long(but=("eagle3-AcceptanceRuleName.BLOCK",))
 async def test_generated_text_has_the_targets_distribution(worker: grpc.aio.Channel, rule: AcceptanceRuleName) -> None:
     """Joint chi-square over the first four tokens, each text with a seed of its own."""
     plays = [await generated(worker, rule.name, seed, rule) for seed in range(NUM_GENERATIONS)]
@@ -103,6 +104,7 @@ async def test_generated_text_has_the_targets_distribution(worker: grpc.aio.Chan
     assert sum(play.num_accepted for play in plays) > 0.3 * NUM_GENERATIONS
 
 
+@pytest.mark.long
 async def test_a_head_that_knows_of_draws_to_come_is_noticed(
     worker: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.long(but=("suffix, block",))
 async def test_generated_text_has_the_targets_distribution(name: str) -> None:
     """Joint chi-square over the first four tokens, each generation with a seed of its own."""
     case, finished = CASES[name], FinishedTexts(POOL_TOKENS)

@@ -35,6 +35,7 @@ async def services(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Se
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.long(but=("target", "draft", "lying-target", "lying-draft", "crowd"))
 async def test_nothing_hostile_harms_the_services(services: Services, phase: str) -> None:
     report = await PHASES[phase](services, NUM_MESSAGES[phase], SEED)
     assert not report.wrong, "\n".join(report.lines())

@@ -162,6 +162,7 @@ def retries() -> float:
     return REGISTRY.get_sample_value("specdec_gateway_retries_total") or 0.0
 
 
+@pytest.mark.long
 async def test_text_is_whole_after_a_killed_coordinator(tmp_path: Path) -> None:
     """The target waits while its coordinator is killed, so that the stream is in its middle for certain."""
     flags = ("--target", str(ROOT / "models/target"), "--draft", "none", "--state-dir", str(tmp_path / "state"))

@@ -49,6 +49,7 @@ async def texts(served: Cluster, speculation: SpeculationParams) -> list[Complet
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long(but=("eagle3",))
 async def test_greedy_text_is_the_targets_own(served: Cluster, kind: str) -> None:
     plain = await texts(served, SpeculationParams(num_draft_tokens=0))
     drafted = await texts(served, SpeculationParams(num_draft_tokens=K, drafter=kind))
@@ -58,6 +59,7 @@ async def test_greedy_text_is_the_targets_own(served: Cluster, kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long(but=("medusa",))
 async def test_lost_observations_cost_drafts_only(served: Cluster, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = await texts(served, SpeculationParams(num_draft_tokens=K, drafter=kind))
     observe = SessionDrafter.observe

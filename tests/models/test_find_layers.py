@@ -84,6 +84,7 @@ def test_layers_are_named_as_flags_take_them(layers: Layers, text: str) -> None:
     assert named(layers) == text
 
 
+@pytest.mark.long
 def test_program_ends_with_the_flags(tmp_path: Path) -> None:
     folder = save_tokenizer(build("llama", tmp_path), VOCAB_SIZE)
     texts = tmp_path / "texts.txt"
@@ -102,6 +103,7 @@ def test_program_ends_with_the_flags(tmp_path: Path) -> None:
         (("--target", "models/draft", "--prompts", "1"), "1 prompts are too few"),
     ],
 )
+@pytest.mark.long(but=("flags0-the folder /models/nowhere does not exist",))
 def test_bad_input_is_one_sentence(flags: tuple[str, ...], words: str) -> None:
     ended = found_layers(*flags)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr

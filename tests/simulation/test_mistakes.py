@@ -9,6 +9,7 @@ MARGIN = 150  # seeds after the one that found a mistake last: other changes mov
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.long("a tail never takes over")
 def test_mistake_is_found(mistake: Mistake) -> None:
     with mistake.planted():
         seeds = range(mistake.seed, mistake.seed + MARGIN)

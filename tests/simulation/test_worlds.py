@@ -38,6 +38,7 @@ def test_no_setting_breaks_an_invariant(setting: str) -> None:
         run_checked(seed, frozenset({setting}))
 
 
+@pytest.mark.long
 def test_rollbacks_are_healed() -> None:
     """What was shown is brought back, by the coordinator that committed it or by a client that was shown it."""
     went_back = Counter[str]()
@@ -53,6 +54,7 @@ def test_same_seed_gives_the_same_trace() -> None:
         assert first.num_steps == again.num_steps
 
 
+@pytest.mark.long
 def test_trace_does_not_depend_on_the_process() -> None:
     """Hashes of strings, addresses and what ran before differ between processes."""
     seeds = (3, 11)

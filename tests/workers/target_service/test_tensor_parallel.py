@@ -183,6 +183,7 @@ async def _read(stream: asyncio.StreamReader, lines: list[str]) -> None:
         lines.append(line.decode())
 
 
+@pytest.mark.long
 async def test_a_worker_ends_with_its_follower(folder: Path) -> None:
     async with running("target_service", "--model", str(folder), "--tensor-parallel", "2", *FLAGS) as worker:
         os.kill(worker.follower_pid, signal.SIGKILL)
@@ -190,6 +191,7 @@ async def test_a_worker_ends_with_its_follower(folder: Path) -> None:
     assert any("a process that shares the model was killed by SIGKILL" in line for line in worker.lines), worker.lines
 
 
+@pytest.mark.long
 async def test_a_worker_ends_when_its_follower_hangs(folder: Path) -> None:
     """Its forward takes too long, which is how all that hangs is found."""
     flags = ("--tensor-parallel", "2", "--stalled-s", "0.5", *FLAGS)
