@@ -171,6 +171,7 @@ async def test_sessions_end_when_their_model_is_gone(models: tuple[Path, Path], 
             assert (await other.get_session(follower.session_id)).tokens == tuple(follower.tokens)
 
 
+@pytest.mark.long
 async def test_a_canary_gets_its_share_alone(
     models: tuple[Path, Path], texts: list[list[tuple[int, ...]]], redis_url: str
 ) -> None:
@@ -210,6 +211,7 @@ async def test_an_absent_canarys_share_has_the_old_model(models: tuple[Path, Pat
     assert len(completion.tokens) == NUM_TOKENS
 
 
+@pytest.mark.long
 async def test_a_canary_that_ends_leaves_its_share_to_the_old_model(
     models: tuple[Path, Path], texts: list[list[tuple[int, ...]]]
 ) -> None:

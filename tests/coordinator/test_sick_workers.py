@@ -89,6 +89,7 @@ async def test_a_stopped_worker_costs_seconds(model: Path, expected: list[tuple[
 
 
 @in_module_loop
+@pytest.mark.long
 async def test_a_target_that_returns_serves_within_seconds(model: Path, expected: list[tuple[int, ...]]) -> None:
     """The session waits for it; what else waits there has no worker to ask, and no connection to set up."""
     port = free_port()

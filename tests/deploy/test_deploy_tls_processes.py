@@ -59,6 +59,7 @@ def test_autoscalers_decide_on_the_number_of_pods(cluster: LocalCluster) -> None
     assert numbers == {"coordinator": 2, "draft": 1, "target": 2, "redis": 1, "gateway": 2}
 
 
+@pytest.mark.long
 def test_every_probe_answers_without_a_certificate(cluster: LocalCluster) -> None:
     asked = {(each.address, kind): each.answers(kind) for each in cluster.pods for kind in probes(each.container)}
     assert len(asked) == 3 * 7 + 2

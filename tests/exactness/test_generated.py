@@ -126,6 +126,18 @@ CASES = {
 }
 
 
+SHORT = (
+    "K = 1",
+    "supports of three",
+    "penalties",
+    "block, top_p",
+    "trees",
+    "trees, automatic K",
+    "merged, block, top_p",
+    "lost observations",
+)
+
+
 @cache
 def results(name: str) -> list[GenerationResult]:
     """Return the generations of a case; seeds are 0, 1, 2, ..."""
@@ -166,18 +178,7 @@ def judge(texts: Sequence[History], case: Case) -> Agreement:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.long(
-    but=(
-        "K = 0",
-        "K = 1",
-        "penalties",
-        "supports of three",
-        "block, n-gram",
-        "merged, block, top_p",
-        "trees, automatic K",
-        "lost observations",
-    )
-)
+@pytest.mark.long(but=SHORT)
 def test_generated_text_has_the_targets_distribution(name: str) -> None:
     """Joint chi-square over the first four tokens."""
     result = judged(name)
@@ -238,6 +239,7 @@ BLOCKS = ["block", "block, supports of three", "block, top_p"]
 
 
 @pytest.mark.parametrize("name", CHAINS + BLOCKS)
+@pytest.mark.long(but=[name for name in SHORT if name in CHAINS + BLOCKS])
 def test_acceptance_is_the_mean_weight(name: str) -> None:
     """A first round accepts i tokens or more as often as the two distributions say."""
     assert_accepted(name, survival(CASES[name]))
@@ -285,11 +287,13 @@ def tree_survival(case: Case, widths: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["trees", "trees, top_p, supports of three"])
+@pytest.mark.long(but=("trees",))
 def test_acceptance_of_trees_is_analytic(name: str) -> None:
     """Six tokens are three at the root, two after the first of them, and one after the second."""
     assert_accepted(name, tree_survival(CASES[name], [3, 2, 1, 0]))
 
 
+@pytest.mark.long
 def test_acceptance_of_a_stem_is_the_blocks() -> None:
     """Where a tree begins with a chain of two, one token or more is accepted as often as of any chain."""
     name = "trees with a stem, block"
@@ -301,6 +305,7 @@ def test_trees_accept_more_than_one_draft() -> None:
     assert tree_survival(CASES["trees"], [3, 2, 1, 0])[0] > survival(CASES["K = 1"])[0] + 0.02
 
 
+@pytest.mark.long
 def test_automatic_draft_length_tries_several() -> None:
     """The automatic K of the case above varies."""
     for name in ("automatic K", "block, automatic K", "trees, automatic K"):
