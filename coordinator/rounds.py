@@ -24,6 +24,7 @@ from specdec.serving.tracing import spans
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
 GRAMMAR = "grammar"  # in place of a drafter's name, where the session's grammar forced the draft
+MAX_TOGETHER = 8  # rounds that the target may answer together, where their drafts are known: there are none
 MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
 
 
@@ -47,6 +48,8 @@ class Scored:
     num_sessions: int = 1  # at the worker, waiting or in the forward
     offer: Proposal = Proposal()  # noqa: RUF009  # frozen; what the target scores ahead as the next round's draft
     forward: Forward | None = None  # in which it was scored; None: not told
+    waited_s: float | None = None  # for the answer; None: as long as it took. Rounds that are answered together differ
+    num_more: int = 0  # answers that came with this one, to the rounds that follow
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class Before:
 
     num_new: int = 0  # tokens that it committed; 0: there was none
     offer: Proposal = field(default_factory=Proposal)  # of the target
+    num_answered: int = 0  # rounds that follow whose answers are here
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class ScoreOptions:
 
     observes: bool = True  # what the session's drafters asked for
     next_round: NextRound | None = None  # what it may score ahead; None: nothing
+    num_rounds: int = 1  # that it may answer together, this one and plain ones
 
 
 DEFAULT_OPTIONS = ScoreOptions()
@@ -141,8 +146,9 @@ async def run_rounds(
 ) -> None:
     """Run rounds until the generation is done; `publish` commits a round, then lets clients see it.
 
-    Each round begins when `until_wanted` returns: clients have read enough of what there is.
-    One commit at a time, in order; an exception from `publish` ends the loop. A commit in flight is always awaited.
+    Each round begins when `until_wanted` returns: clients have read enough of what there is. Rounds that are answered
+    together are committed together. One commit at a time, in order; an exception from `publish` ends the loop. A commit
+    in flight is always awaited.
     """
     committing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     committing.set_result(None)
@@ -151,17 +157,30 @@ async def run_rounds(
         before = Before()
         while not generation.done:
             await until_wanted()
-            with spans.current().begin_round(generation.statistics.num_rounds) as tracing:
-                played = await run_round(generation, parts, comparing, before)
-                await asyncio.shield(committing)
-                committing = asyncio.ensure_future(publish(played))
-            tracing.end_after(committing)
+            together, is_more = list[Round](), True
+            while is_more:
+                with spans.current().begin_round(generation.statistics.num_rounds) as tracing:
+                    together.append(await run_round(generation, parts, comparing, before))
+                    is_more = before.num_answered > 0 and not generation.done
+                    if not is_more:
+                        await asyncio.shield(committing)
+                        committing = asyncio.ensure_future(publish(joined_rounds(together)))
+                tracing.end_after(committing)
         await comparing.finish()
     finally:
         try:
             await comparing.stop()
         finally:
             await _settled(committing)
+
+
+def joined_rounds(together: Sequence[Round]) -> Round:
+    """Return what rounds commit that follow one another."""
+    if len(together) == 1:
+        return together[0]
+    first, last = together[0], together[-1]
+    emitted = tuple(token for played in together for token in played.emitted)
+    return replace(last, base_length=first.base_length, base_digest=first.base_digest, emitted=emitted)
 
 
 async def _settled(committing: asyncio.Future[None]) -> None:
@@ -264,11 +283,12 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    options = ScoreOptions(plan.observes, _next_round(generation, parts, plan))
+    options = _options(generation, parts, plan) if not before.num_answered else ScoreOptions(plan.observes)
     scored = await parts.scorer.score(generation.committed, proposal, options)
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
-    before.num_new, before.offer = len(finished_round.emitted), scored.offer
+    before.num_new, before.offer, before.num_answered = len(finished_round.emitted), scored.offer, scored.num_more
+    waited_s = scored.elapsed_s if scored.waited_s is None else scored.waited_s
     parts.chooser.settle(generation.committed)
     parts.chooser.observe(
         RoundOutcome(
@@ -279,7 +299,7 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
             score_s=scored.elapsed_s,
             num_sessions=scored.num_sessions,
             has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
-            other_s=max(0.0, parts.outside.now_s() - begin - drafting_s - scored.elapsed_s),
+            other_s=max(0.0, parts.outside.now_s() - begin - drafting_s - waited_s),
             missed=missed,
             forward=scored.forward,
         )
@@ -287,21 +307,24 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     return finished_round
 
 
-def _next_round(generation: Generation, parts: RoundParts, plan: DraftPlan) -> NextRound | None:
-    """Return what the next round will most likely draft; None if nobody knows, or if there will be none."""
-    if generation.remaining_tokens <= 1:
-        return None
-    max_length = len(generation.committed) + generation.remaining_tokens
+def _options(generation: Generation, parts: RoundParts, plan: DraftPlan) -> ScoreOptions:
+    """Return what the target may do besides scoring a round: what the next ones will most likely draft, if known."""
+    num_left = generation.remaining_tokens
+    if num_left <= 1:
+        return ScoreOptions(plan.observes)
+    max_length = len(generation.committed) + num_left
     if not parts.drafters:
-        return NextRound(plain=True, max_length=max_length)
-    return parts.chooser.next_round(plan, max_length)
+        next_round = NextRound(plain=True, max_length=max_length)
+        return ScoreOptions(plan.observes, next_round, MAX_TOGETHER if generation.emitted else 1)
+    told = parts.chooser.next_round(plan, max_length)
+    return ScoreOptions(plan.observes, told, min(parts.chooser.num_plain_rounds(plan), MAX_TOGETHER))
 
 
 async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal, before: Before) -> Round:
     """Score what the session's grammar forces. The chooser learns no costs from it, as no drafter took part."""
     scored = await parts.scorer.score(generation.committed, proposal)
     finished_round, _ = _accepted(generation, parts, proposal, scored, 0.0, GRAMMAR)
-    before.num_new, before.offer = len(finished_round.emitted), scored.offer
+    before.num_new, before.offer, before.num_answered = len(finished_round.emitted), scored.offer, scored.num_more
     parts.chooser.settle(generation.committed)
     return finished_round
 

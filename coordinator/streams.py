@@ -169,6 +169,11 @@ class WorkerStream(Generic[ReplyT, DescriptionT]):
         self._succeeded(self._group.outside.now_s() - begin_s)
         return reply
 
+    def note_held(self, length: int) -> None:
+        """Take note of how many committed tokens the open stream's worker has, by what it has said meanwhile."""
+        if self._stream is not None:
+            self._held = max(self._held, length)
+
     async def _has_stopped(self, checks: Checks) -> bool:
         """Return whether the worker is silent; work is only given up where that is of use."""
         if self._worker is None:

@@ -1,9 +1,10 @@
 """The coordinator's client of the target workers: their models, and the scores of a session's proposals."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import grpc
@@ -116,6 +117,8 @@ class TargetWorkers:
             on_mismatch,
             self.loads,
             self._outside,
+            session.prefix_digest,
+            bool(observations),
         )
 
     def _in_progress(self, reply: target_pb2.ScoreResponse) -> bool:
@@ -123,6 +126,15 @@ class TargetWorkers:
         if reply.in_progress:
             self.loads.report(reply.load)
         return reply.in_progress
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer to a round that has not been asked for yet."""
+
+    reply: target_pb2.ScoreResponse  # by itself
+    elapsed_s: float
+    num_sessions: int
 
 
 class SessionScorer:
@@ -138,8 +150,14 @@ class SessionScorer:
         on_mismatch: Callable[[], None],
         loads: ReportedLoads | None = None,
         outside: Outside = REAL,
+        prefix_digest: Callable[[int], bytes] = lambda length: b"",
+        is_observed: bool = True,
     ) -> None:
+        """`prefix_digest` gives the digest of so many committed tokens; `is_observed`: the session's drafters asked."""
         self._stream = stream
+        self._is_observed = is_observed
+        self._prefix_digest = prefix_digest
+        self._answered = deque[Answered]()  # to the rounds that follow, in order
         self._loads = loads or ReportedLoads(outside)
         self._outside = outside
         self._vocab_size, self._wants_logprobs = vocab_size, wants_logprobs
@@ -159,6 +177,8 @@ class SessionScorer:
         begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
         while True:
             try:
+                if known := self._known(committed, proposal, options):
+                    return known
                 return await self._score(committed, proposal, options)
             except RETRIED as error:
                 failures[type(error)] += 1
@@ -167,6 +187,44 @@ class SessionScorer:
                 if pause_s is None:
                     raise self._given_up(error, has_text=len(committed) > self._num_prompt_tokens) from error
                 await asyncio.sleep(pause_s)
+
+    def _known(self, committed: Sequence[int], proposal: Proposal, options: ScoreOptions) -> Scored | None:
+        """Return the answer to a round that came with the one before it, if this is the round that was expected.
+
+        Raises UnavailableError.
+        """
+        if not self._answered:
+            return None
+        answered, length = self._answered.popleft(), len(committed)
+        reply = answered.reply
+        is_of_round = reply.cached_len == length and reply.prefix_digest == self._prefix_digest(length)
+        if proposal or not is_of_round or (options.observes and self._is_observed):
+            self._answered.clear()
+            return None
+        with self._checking():
+            scores = self._scores(reply, proposal)
+        metrics.observe_worker("score", reply.timing)
+        self._stream.note_held(length)
+        facts = answered.num_sessions, Proposal(), _forward(reply.timing), 0.0, len(self._answered)
+        return Scored(scores, answered.elapsed_s, 1, *facts)
+
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        """Distrust a worker whose answer is found to be none. Raises UnavailableError."""
+        try:
+            yield
+        except (codec.MalformedReply, ValueError) as error:
+            self._answered.clear()
+            failure = UnavailableError(f"a target worker answered against the contract: {error}")
+            self._stream.distrust(failure)
+            raise failure from error
+
+    def _scores(self, reply: target_pb2.ScoreResponse, proposal: Proposal) -> Scores:
+        """Return what an answer says. Raises MalformedReply."""
+        scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
+        if bool(scores.logprobs) != self._wants_logprobs:
+            raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
+        return scores
 
     async def _prepare_retry(self, error: SpecdecError) -> None:
         if isinstance(error, ModelMismatchError | ContextTooShortError):
@@ -213,29 +271,32 @@ class SessionScorer:
             score.prefix_digest, score.round = prefix_digest, number
             if options.next_round is not None:
                 score.next_round.CopyFrom(codec.next_round_to_proto(options.next_round))
+                if options.num_rounds > 1:
+                    score.num_rounds = options.num_rounds
             score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 
         begin = self._outside.now_s()
         with spans.span("score"):
             reply = await self._stream.ask(committed, message)
-        try:
+        with self._checking():
             codec.check_num_observed(reply.observations, len(committed) + len(proposal))
-            scores = codec.scores_from_proto(reply, proposal, self._vocab_size)
-            if bool(scores.logprobs) != self._wants_logprobs:
-                raise codec.MalformedReply("log probabilities that are missing, or were not asked for")
+            scores = self._scores(reply, proposal)
             _check_observations(scores, len(committed), len(proposal))
             num_offered = options.next_round.num_offered if options.next_round else 0
             offer = codec.offer_from_proto(reply.offer, num_offered, self._vocab_size)
-        except (codec.MalformedReply, ValueError) as error:
-            failure = UnavailableError(f"a target worker answered against the contract: {error}")
-            self._stream.distrust(failure)
-            raise failure from error
+            _check_num_following(reply, options)
         metrics.observe_worker("score", reply.timing)
         self._loads.report(reply.load)
-        num_sessions = _num_sessions(reply.load)
-        num_fed, forward = self._stream.num_fed, _forward(reply.timing)
-        return Scored(scores, self._outside.now_s() - begin, num_fed, num_sessions, offer, forward)
+        waited_s, num_fed = self._outside.now_s() - begin, self._stream.num_fed
+        self._keep(reply, waited_s)
+        facts = num_fed, _num_sessions(reply.load), offer, _forward(reply.timing), waited_s, len(self._answered)
+        return Scored(scores, waited_s / (1 + len(self._answered)), *facts)
+
+    def _keep(self, reply: target_pb2.ScoreResponse, waited_s: float) -> None:
+        """Keep the answers that came with one; each took the same part of the time."""
+        elapsed_s, num_sessions = waited_s / (1 + len(reply.following)), _num_sessions(reply.load)
+        self._answered = deque(Answered(each, elapsed_s, num_sessions) for each in reply.following)
 
     async def close(self) -> None:
         """End the session at the worker."""
@@ -244,6 +305,12 @@ class SessionScorer:
     def abandon(self) -> None:
         """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()
+
+
+def _check_num_following(reply: target_pb2.ScoreResponse, options: ScoreOptions) -> None:
+    """Raise MalformedReply for answers to more rounds than were asked for."""
+    if len(reply.following) >= max(1, options.num_rounds):
+        raise codec.MalformedReply(f"answers to {len(reply.following)} more rounds, of {options.num_rounds} in all")
 
 
 def _num_sessions(load: types_pb2.Load) -> int:

@@ -239,6 +239,15 @@ class ScoringAhead:
         self._ahead = None
         return ahead
 
+    def take_plain(self) -> AheadTask | None:
+        """Return the task of the round that follows, if it is known and has no draft; after `note_scored`."""
+        ahead = self._ahead
+        if ahead is None or ahead.expected is None or ahead.expected.draft_tokens:
+            return None
+        count_ahead(hit=True)
+        self._ahead = None
+        return ahead
+
     def stop(self) -> None:
         """Give up what was begun."""
         if self._ahead is not None:

@@ -10,7 +10,7 @@ from specdec.engine import CacheMiss, EngineLoop, TaskTimes
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.lookup import NextRound
-from specdec.exact.values import MAX_SUPPORT_TOKENS, Timing
+from specdec.exact.values import MAX_SUPPORT_TOKENS, Scores, Timing
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import (
@@ -33,6 +33,8 @@ from target_service.own_head import OwnHead
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
+MAX_ROUNDS = 16  # that are answered together
+TOGETHER_S = 0.05  # that they may take: what a reader does not notice
 MAX_HEAD_SESSIONS = 2  # at once, for which the worker's own head drafts: all of them wait for it
 
 
@@ -95,10 +97,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
     async def score(
         self, session: WorkerSession, message: target_pb2.Score, observing: Observing, ahead: ScoringAhead, match: bool
-    ) -> tuple[target_pb2.ScoreResponse, ScoreTask | None]:
-        """Score one round; `match` keeps cached tokens after `start` that are the same.
+    ) -> tuple[target_pb2.ScoreResponse, list[ScoreTask]]:
+        """Score one round, and those that are answered with it; `match` keeps cached tokens after `start` if the same.
 
-        Return the answer, and the task that has scored it, if any.
+        Return the answer, and the tasks that have scored its rounds; none where the round was not scored.
         """
         given, request = self._checked(message), observing.of_round(message)
         next_round = self._checked_next(message)
@@ -110,21 +112,41 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         try:
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
-            return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load()), None
+            return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load()), []
         if ahead.may_draft:
             await asyncio.to_thread(ahead.note_scored, task)
         else:
             ahead.note_scored(task)
         if not request:  # a round that was scored ahead may have observed in vain
             scores = replace(scores, observations=None)
-        response = codec.scores_to_proto(observing.of_accepted(scores, given, session.seed))
-        if offer := ahead.offer:
-            response.offer.draft_tokens.extend(offer.draft_tokens)
-            response.offer.parents.extend(offer.parents)
-        response.cached_len = given.committed_length
-        response.timing.CopyFrom(codec.timing_to_proto(_timing(task.timings)))
-        response.load.CopyFrom(self._load(task.num_batched))
-        return response, task
+        response = _answer(task, observing.of_accepted(scores, given, session.seed), ahead.offer)
+        tasks = [task]
+        if takes_ahead and next_round and not request and not next_round.num_offered:
+            async for following, more in self._following(ahead, task, min(message.num_rounds, MAX_ROUNDS) - 1):
+                response.following.append(_answer(following, more))
+                response.following[-1].prefix_digest = following.digest
+                tasks.append(following)
+        response.load.CopyFrom(self._load(tasks[-1].num_batched))
+        return response, tasks
+
+    async def _following(
+        self, ahead: ScoringAhead, task: ScoreTask, num_rounds: int
+    ) -> AsyncIterator[tuple[ScoreTask, Scores]]:
+        """Give the plain rounds that follow one that was scored, as far as they are scored soon; none that fails.
+
+        The engine goes on with each of them as soon as the one before it has ended.
+        """
+        round_s = spent_s = task.timings.forward_s
+        while num_rounds > 0 and spent_s + round_s <= TOGETHER_S and (following := ahead.take_plain()):
+            ahead.begin(following, following.watch, following.rules.next_round, following.rules.head)
+            try:
+                scores = await run_task(self.engine, following)
+            except Exception:  # it is asked for again
+                return
+            ahead.note_scored(following)
+            yield following, scores
+            num_rounds, round_s = num_rounds - 1, following.timings.total_s
+            spent_s += round_s
 
     def _idle_head(self) -> OwnHead | None:
         """Return the worker's own head, unless many sessions would wait for it."""
@@ -221,7 +243,7 @@ class ScoreRounds(SessionRounds):
         self._servicer = servicer
         self._observing = observing
         self._ahead = ScoringAhead(servicer.engine, observing.rule, lambda: servicer.new_offers(session))
-        self._scored: ScoreTask | None = None  # the last round, until it is reported
+        self._scored = list[ScoreTask]()  # the last answer's rounds, until they are reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
         """Score one round."""
@@ -232,10 +254,10 @@ class ScoreRounds(SessionRounds):
         return answer
 
     def answered(self) -> None:
-        """Report the round: nobody waits for that."""
-        if self._scored:
-            self._servicer.report(self.session, self._scored)
-        self._scored = None
+        """Report the rounds: nobody waits for that."""
+        for task in self._scored:
+            self._servicer.report(self.session, task)
+        self._scored = []
 
     def in_progress(self) -> target_pb2.ScoreResponse | None:
         """Say that the round will be answered."""
@@ -251,6 +273,17 @@ class ScoreRounds(SessionRounds):
         """Free the session's cache."""
         self._ahead.stop()
         self._servicer.forget(self.session)
+
+
+def _answer(task: ScoreTask, scores: Scores, offer: ScoreRound | None = None) -> target_pb2.ScoreResponse:
+    """Return the answer to a round, with what is offered for the next one; the caller adds what others share."""
+    answer = codec.scores_to_proto(scores)
+    if offer:
+        answer.offer.draft_tokens.extend(offer.draft_tokens)
+        answer.offer.parents.extend(offer.parents)
+    answer.cached_len = task.round.committed_length
+    answer.timing.CopyFrom(codec.timing_to_proto(_timing(task.timings)))
+    return answer
 
 
 def _timing(times: TaskTimes) -> Timing:

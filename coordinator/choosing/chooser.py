@@ -176,6 +176,15 @@ class PlanChooser:
         next_round = NextRound(self._draft_lengths, is_plain, max_length, self._num_offered, learns, stop_below)
         return next_round if is_plain or learns or any(self._draft_lengths) else None
 
+    def num_plain_rounds(self, plan: DraftPlan) -> int:
+        """Return how many rounds, this one of a chosen plan included, ask nobody for a draft, and observe nothing.
+
+        Lookups are another thing: the target knows when one is due, by what it was told of the next round.
+        """
+        said = self._said.next_round
+        rests = plan == RESTING and said is not None and said.plain and not said.num_offered
+        return 1 + self._rest.num_left if rests else 1
+
     def _next_offer(self) -> tuple[DraftPlan, bool]:
         """Return what the target shall offer for the next round, and whether it shall learn from this one.
 

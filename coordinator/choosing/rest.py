@@ -36,6 +36,11 @@ class Rest:
         return self._left > 0
 
     @property
+    def num_left(self) -> int:
+        """Rounds of this rest that follow."""
+        return self._left
+
+    @property
     def is_observed(self) -> bool:
         """Whether the costs of this round of a rest are taken note of."""
         return self._left % OBSERVED_EVERY == 0

@@ -13,6 +13,7 @@ from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
 from coordinator.rounds import (
     DEFAULT_OPTIONS,
+    MAX_TOGETHER,
     Drafted,
     RoundParts,
     Scored,
@@ -516,6 +517,67 @@ async def test_a_resting_session_observes_nothing() -> None:
     await plain.run()
     assert rounds.tokens == plain.tokens
     assert (drafter.num_calls, drafter.observed) == (0, [])
+
+
+@dataclass(slots=True)
+class AnswersTogether(TracedScorer):
+    """Says with every third round that the answers to the next two are here; records what it was asked for."""
+
+    asked: list[tuple[int, bool]] = field(default_factory=list)  # rounds that may be answered; is the next one told of
+
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
+        self.asked.append((options.num_rounds, options.next_round is not None))
+        scored = await TracedScorer.score(self, committed, proposal, options)
+        return replace(scored, num_more=2 - (len(self.asked) - 1) % 3)
+
+
+def together(fixed: int = 0) -> tuple[Rounds, AnswersTogether]:
+    rounds = Rounds(fixed=fixed)
+    scorer = AnswersTogether(rounds.traced.model, SEED, rounds.trace)
+    rounds.scorer = scorer
+    return rounds, scorer
+
+
+async def test_rounds_that_are_answered_together_are_committed_together() -> None:
+    plain, (rounds, scorer) = Rounds(fixed=0), together()
+    rounds.has_drafter = plain.has_drafter = False
+    await plain.run()
+    await rounds.run()
+    assert rounds.tokens == plain.tokens
+    assert [len(played.emitted) for played in rounds.trace.committed] == [3] * 8
+    digests = [played.digest for played in rounds.trace.committed]
+    assert [played.base_digest for played in rounds.trace.committed[1:]] == digests[:-1]
+    assert rounds.generation.statistics.num_rounds == 24
+    assert scorer.asked[0] == (1, True), "nobody waits longer for the first token"
+    assert scorer.asked[3:6] == [(MAX_TOGETHER, True), (1, False), (1, False)]
+
+
+async def test_what_ends_the_text_ends_rounds_that_are_answered_together() -> None:
+    rounds, _ = together()
+    rounds.has_drafter = False
+    rounds.generation.limits = Limits(23, 1000)
+    await rounds.run()
+    assert [len(played.emitted) for played in rounds.trace.committed] == [*[3] * 7, 2]
+    assert rounds.trace.committed[-1].finish is FinishReason.LENGTH
+
+
+async def test_only_rounds_of_a_rest_may_be_answered_together() -> None:
+    unknown, scorer = together()
+    unknown.chooser = AlwaysRests(SharedStatistics(), [TOY], 8)
+    await unknown.run()
+    assert {num_rounds for num_rounds, _ in scorer.asked} == {1}, "nobody knows whether it goes on"
+    rests, scorer = together()
+    rests.chooser = PlanChooser(SharedStatistics(), [TOY], 8)
+    rests.chooser._rest.begin_long()
+    await rests.run()
+    assert rests.tokens == await plain_tokens()
+    assert {num_rounds for num_rounds, _ in scorer.asked} == {1, MAX_TOGETHER}
+
+
+async def plain_tokens() -> list[int]:
+    plain = Rounds(fixed=0)
+    await plain.run()
+    return plain.tokens
 
 
 # ---- a drafter to fall back on

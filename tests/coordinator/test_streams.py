@@ -22,7 +22,7 @@ from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers, target_watch
 from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
 from specdec.exact.lookup import NextRound
-from specdec.exact.values import Proposal
+from specdec.exact.values import ObservationRequest, Proposal
 from specdec.retry import RetryPolicy
 from specdec.serving.channels import open_worker_channel
 from specdec.serving.model_worker import MAX_FAILED_FORWARDS
@@ -157,6 +157,86 @@ async def hold_less(requests: Any, context: Any) -> None:
         if request.HasField("score"):
             num_asked += 1
             await context.write(well_answered(request.score, cached_len=1 if num_asked == 2 else None))
+
+
+def several(*following: target_pb2.ScoreResponse) -> Callable[[Any, Any], Awaitable[None]]:
+    """Return a script that answers each round with these answers to rounds that follow, and counts what it is asked."""
+
+    async def answer_several(requests: Any, context: Any) -> None:
+        async for request in requests:
+            if request.HasField("score"):
+                answer = well_answered(request.score)
+                answer.following.extend(following)
+                await context.write(answer)
+
+    return answer_several
+
+
+def follower(length: int, token: int, digest: bytes | None = None, mass: float = 1.0) -> target_pb2.ScoreResponse:
+    """Return the answer to a plain round of a text of so many tokens, of that digest."""
+    answer = well_answered(target_pb2.Score(), cached_len=length)
+    answer.tail_mass, answer.tail_tokens = np.array([mass], "<f4").tobytes(), np.array([token], "<u4").tobytes()
+    answer.prefix_digest = SESSION.prefix_digest(length) if digest is None else digest
+    return answer
+
+
+TOGETHER = ScoreOptions(observes=False, next_round=NextRound(plain=True), num_rounds=3)
+LOOKED_AT = ObservationRequest(num_top_tokens=2)
+
+
+async def test_rounds_that_were_answered_with_another_one_are_not_asked_for() -> None:
+    async with served(Scripted(several(follower(3, 8), follower(4, 9)))) as workers:
+        scorer = workers.open(SESSION, 10)
+        first = await scorer.score([1, 2], Proposal(), TOGETHER)
+        assert first.waited_s == pytest.approx(3 * first.elapsed_s)
+        assert first.num_more == 2
+        scored = [await scorer.score([1, 2, 7, *more], Proposal(), TOGETHER) for more in ([], [8])]
+        assert [each.scores.positions[0].tail_token for each in scored] == [8, 9]
+        assert [(each.num_more, each.waited_s, each.elapsed_s) for each in scored] == [
+            (1, 0.0, first.elapsed_s),
+            (0, 0.0, first.elapsed_s),
+        ]
+        last = await scorer.score([1, 2, 7, 8, 9], Proposal())
+        assert last.scores.positions[0].tail_token == 7, "asked for: the worker knows the others"
+
+
+@pytest.mark.parametrize(
+    ("following", "committed", "proposal", "observes"),
+    [
+        (follower(3, 8, b"another text"), [1, 2, 7], Proposal(), False),
+        (follower(4, 8), [1, 2, 7], Proposal(), False),
+        (follower(3, 8), [1, 2, 7, 8], Proposal(), False),
+        (follower(3, 8), [1, 2, 7], Proposal(), True),
+    ],
+    ids=["of another text", "of another length", "for a round that does not come", "without what is to be observed"],
+)
+async def test_an_answer_is_not_used(
+    following: target_pb2.ScoreResponse, committed: list[int], proposal: Proposal, observes: bool
+) -> None:
+    servicer = Scripted(several(following, follower(5, 9)))
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10, LOOKED_AT)
+        await scorer.score([1, 2], Proposal(), TOGETHER)
+        scored = await scorer.score(committed, proposal, replace(TOGETHER, observes=observes))
+        assert scored.scores.positions[0].tail_token == 7
+        assert scored.num_more == 2, "it was asked for, and the worker answered as before"
+
+
+@pytest.mark.parametrize(
+    "following",
+    [[follower(3, 8)] * 3, [follower(3, 10)], [follower(3, 8, mass=math.nan)]],
+    ids=["more than were asked for", "a token that does not exist", "no probability"],
+)
+async def test_a_worker_that_answers_nonsense_of_what_follows_is_left(
+    following: list[target_pb2.ScoreResponse],
+) -> None:
+    servicer = Scripted(several(*following))
+    async with served(servicer) as workers:
+        scorer = workers.open(SESSION, 10)
+        await scorer.score([1, 2], Proposal(), TOGETHER)
+        scored = await scorer.score([1, 2, 7], Proposal(), TOGETHER)
+        assert scored.scores.positions[0].tail_token == 7
+    assert servicer.num_streams == 2
 
 
 async def test_a_refusal_at_open_keeps_its_status() -> None:

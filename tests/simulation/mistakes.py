@@ -228,8 +228,8 @@ MISTAKES = [
     Mistake(
         "commits of one session overlap",
         "coordinator.running:run_rounds",
-        "                await asyncio.shield(committing)\n                committing",
-        "                committing",
+        "                        await asyncio.shield(committing)\n                        committing",
+        "                        committing",
         22,
     ),
     Mistake(

@@ -13,6 +13,7 @@ from specdec.exact.prefix import chain
 from specdec.exact.values import ObservationRequest, Proposal, SparseDistribution, one_hot
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
+from target_service import servicer
 from target_service.ahead import AheadTask
 from target_service.scorer import ScoreTask
 from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target, packed_supports, score_request
@@ -64,6 +65,68 @@ async def test_answers_are_those_of_a_worker_that_scores_nothing_ahead(
     assert list(map(values, await decode(stream))) == list(map(values, expected))
     await stream.close()
     assert counted() == (NUM_ROUNDS, NUM_ROUNDS - 1), "only the last one was not asked for"
+
+
+@in_module_loop
+@pytest.mark.parametrize("name", SAMPLINGS)
+async def test_rounds_that_are_answered_together_are_those_one_by_one(
+    channel: grpc.aio.Channel,
+    without: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+    name: str,
+) -> None:
+    expected = await decode(TargetStream(without, next(names), SAMPLINGS[name]))
+    stream = TargetStream(channel, next(names), SAMPLINGS[name])
+    text, answers, num_messages = list(PROMPT), list[pb.ScoreResponse](), 0
+    while len(answers) < NUM_ROUNDS:
+        start = len(stream.text) - bool(answers)
+        num_left = NUM_ROUNDS - len(answers)
+        asked = score_request(start=start, tokens=text[start:], next_round=PLAIN_ROUND, num_rounds=num_left)
+        answer = await stream.ask(asked)
+        num_messages += 1
+        assert len(answer.following) < num_left
+        assert answer.cached_len == len(text)
+        for each in (answer, *answer.following):
+            assert each is answer or each.prefix_digest == chain(b"", text)
+            text.append(drawn(each))
+            answers.append(each)
+        stream.text[:] = text[:-1]  # what the worker holds
+    await stream.close()
+    assert list(map(values, answers)) == list(map(values, expected))
+    assert num_messages < NUM_ROUNDS
+    assert counted() == (NUM_ROUNDS, NUM_ROUNDS - 1), "only the last one was not asked for"
+
+
+@in_module_loop
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_rounds": 1},
+        {"num_rounds": 9, "next_round": pb.NextRound(max_length=99)},
+        {"num_rounds": 9, "next_round": pb.NextRound(plain=True, max_length=len(PROMPT) + 1)},
+        {"num_rounds": 9, "next_round": pb.NextRound(plain=True, num_offered=3, learns=True)},
+    ],
+    ids=["one is asked for", "nobody knows what follows", "nothing follows", "a draft may follow"],
+)
+async def test_one_round_is_answered_alone_where(
+    channel: grpc.aio.Channel, names: Iterator[str], fields: dict[str, object]
+) -> None:
+    stream = TargetStream(channel, next(names))
+    answer = await stream.ask(score_request(**{"start": 0, "tokens": PROMPT, "next_round": PLAIN_ROUND} | fields))
+    assert not answer.following
+    await stream.close()
+
+
+@in_module_loop
+async def test_rounds_are_not_answered_together_for_long(
+    channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servicer, "TOGETHER_S", 1e-9)
+    stream = TargetStream(channel, next(names))
+    answer = await stream.ask(score_request(start=0, tokens=PROMPT, next_round=PLAIN_ROUND, num_rounds=9))
+    assert not answer.following
+    await stream.close()
 
 
 @in_module_loop
