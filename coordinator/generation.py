@@ -108,6 +108,12 @@ class Generation:
         completion = self.limits.max_new_tokens - len(self.emitted)
         return min(completion, self.limits.context_length - len(self.committed))
 
+    @property
+    def ending_tokens(self) -> frozenset[int]:
+        """The tokens that end the text."""
+        ends = frozenset[int]() if self.sampling.ignore_eos else self.limits.eos_token_ids
+        return ends.union(self.sampling.stop_token_ids)
+
     def digest_at(self, offset: int) -> bytes:
         """Return the hash chain after `offset` completion tokens."""
         return self._digests[offset]

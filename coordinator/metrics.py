@@ -96,7 +96,8 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
     for _ in range(num_played):
         _phase("score").observe(score_s / num_played, exemplar)
     _phase("commit").observe(commit_s, exemplar)
-    TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted), exemplar)
+    for _ in range(num_played):
+        TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted), exemplar)
 
 
 # a metric's child by its labels is looked up once: that takes longer than to count

@@ -4,7 +4,7 @@ The next round runs while the last one's commit is in flight; only emission wait
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Protocol
@@ -68,6 +68,7 @@ class ScoreOptions:
     observes: bool = True  # what the session's drafters asked for
     next_round: NextRound | None = None  # what it may score ahead; None: nothing
     num_rounds: int = 1  # that it may answer together, this one and plain ones
+    ending_tokens: Collection[int] = ()  # after which none of them follows
 
 
 DEFAULT_OPTIONS = ScoreOptions()
@@ -150,28 +151,54 @@ async def run_rounds(
     together are committed together. One commit at a time, in order; an exception from `publish` ends the loop. A commit
     in flight is always awaited.
     """
-    committing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    committing.set_result(None)
+    commits = Commits(publish)
     comparing = Comparing(parts)
     try:
         before = Before()
         while not generation.done:
-            await until_wanted()
-            together, is_more = list[Round](), True
-            while is_more:
-                with spans.current().begin_round(generation.statistics.num_rounds) as tracing:
-                    together.append(await run_round(generation, parts, comparing, before))
-                    is_more = before.num_answered > 0 and not generation.done
-                    if not is_more:
-                        await asyncio.shield(committing)
-                        committing = asyncio.ensure_future(publish(joined_rounds(together)))
-                tracing.end_after(committing)
+            if not before.num_answered:
+                await until_wanted()
+            with spans.current().begin_round(generation.statistics.num_rounds) as tracing:
+                commits.add(await run_round(generation, parts, comparing, before, commits.begin), tracing)
+                if generation.done or not before.num_answered:
+                    await commits.begin()
         await comparing.finish()
     finally:
         try:
             await comparing.stop()
         finally:
-            await _settled(committing)
+            await commits.settle()
+
+
+class Commits:
+    """The commits of one session's rounds: one at a time, of rounds that follow one another."""
+
+    def __init__(self, publish: Callable[[Round], Awaitable[None]]) -> None:
+        self._publish = publish
+        self._in_flight: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._in_flight.set_result(None)
+        self._rounds = list[tuple[Round, spans.Span]]()  # that are to be committed, and where they are traced
+
+    def add(self, played: Round, tracing: spans.Span) -> None:
+        """Commit a round with the next ones."""
+        self._rounds.append((played, tracing))
+
+    async def begin(self) -> None:
+        """Begin to commit what was added, when the last commit has ended. Raises what that does."""
+        if not self._rounds:
+            return
+        await asyncio.shield(self._in_flight)
+        together = joined_rounds([played for played, _ in self._rounds])
+        self._in_flight = asyncio.ensure_future(self._publish(together))  # it is kept
+        for _, tracing in self._rounds:
+            tracing.end_after(self._in_flight)
+        self._rounds.clear()
+
+    async def settle(self) -> None:
+        """Wait for the commit in flight; what was added since is not committed. Raises what the commit does."""
+        for _, tracing in self._rounds:
+            tracing.end()
+        await _settled(self._in_flight)
 
 
 def joined_rounds(together: Sequence[Round]) -> Round:
@@ -268,8 +295,17 @@ async def _drafted(
     return await draft(parts.drafters, committed, chosen)
 
 
-async def run_round(generation: Generation, parts: RoundParts, comparing: Comparing, before: Before) -> Round:
-    """Draft, score, accept; return what is to be committed, and leave what the next round shall know in `before`."""
+async def run_round(
+    generation: Generation,
+    parts: RoundParts,
+    comparing: Comparing,
+    before: Before,
+    commit: Callable[[], Awaitable[None]] = _at_once,
+) -> Round:
+    """Draft, score, accept; return what is to be committed, and leave what the next round shall know in `before`.
+
+    Where another round is due than the one whose answer is here, `commit` is awaited: those before do not wait for it.
+    """
     num_new, offer = before.num_new, before.offer
     if forced := parts.forced_draft(generation):
         return await _run_forced_round(generation, parts, forced, before)
@@ -278,12 +314,15 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     available = AvailableDrafters(parts.drafters)
     match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
     chosen = parts.chooser.choose(generation.remaining_tokens, available, Found(match, len(offer)))
+    if before.num_answered and (chosen.drafter is not None or (chosen.observes and parts.drafters)):
+        before.num_answered = 0
+        await commit()
     plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match, offer)
     proposal = drafted.proposal
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    options = _options(generation, parts, plan) if not before.num_answered else ScoreOptions(plan.observes)
+    options = ScoreOptions(plan.observes) if before.num_answered else _options(generation, parts, plan, before)
     scored = await parts.scorer.score(generation.committed, proposal, options)
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
@@ -307,17 +346,22 @@ async def run_round(generation: Generation, parts: RoundParts, comparing: Compar
     return finished_round
 
 
-def _options(generation: Generation, parts: RoundParts, plan: DraftPlan) -> ScoreOptions:
+def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before: Before) -> ScoreOptions:
     """Return what the target may do besides scoring a round: what the next ones will most likely draft, if known."""
     num_left = generation.remaining_tokens
     if num_left <= 1:
         return ScoreOptions(plan.observes)
     max_length = len(generation.committed) + num_left
-    if not parts.drafters:
-        next_round = NextRound(plain=True, max_length=max_length)
-        return ScoreOptions(plan.observes, next_round, MAX_TOGETHER if generation.emitted else 1)
-    told = parts.chooser.next_round(plan, max_length)
-    return ScoreOptions(plan.observes, told, min(parts.chooser.num_plain_rounds(plan), MAX_TOGETHER))
+    if parts.drafters:
+        next_round = parts.chooser.next_round(plan, max_length)
+        num_rounds = min(parts.chooser.num_plain_rounds(plan), MAX_TOGETHER)
+    else:
+        next_round, num_rounds = NextRound(plain=True, max_length=max_length), MAX_TOGETHER
+    if (
+        num_rounds == 1 or not before.num_new
+    ):  # nobody waits longer for the first token, and prompts are no plain rounds
+        return ScoreOptions(plan.observes, next_round)
+    return ScoreOptions(plan.observes, next_round, num_rounds, generation.ending_tokens)
 
 
 async def _run_forced_round(generation: Generation, parts: RoundParts, proposal: Proposal, before: Before) -> Round:

@@ -134,6 +134,7 @@ class Answered:
 
     reply: target_pb2.ScoreResponse  # by itself
     elapsed_s: float
+    num_fed: int  # tokens that the worker read first, for all of them
     num_sessions: int
 
 
@@ -206,7 +207,7 @@ class SessionScorer:
         metrics.observe_worker("score", reply.timing)
         self._stream.note_held(length)
         facts = answered.num_sessions, Proposal(), _forward(reply.timing), 0.0, len(self._answered)
-        return Scored(scores, answered.elapsed_s, 1, *facts)
+        return Scored(scores, answered.elapsed_s, answered.num_fed, *facts)
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
@@ -273,6 +274,7 @@ class SessionScorer:
                 score.next_round.CopyFrom(codec.next_round_to_proto(options.next_round))
                 if options.num_rounds > 1:
                     score.num_rounds = options.num_rounds
+                    score.ending_tokens.extend(options.ending_tokens)
             score.trace_context = spans.current().context()
             return target_pb2.ScoreRequest(score=score)
 
@@ -295,8 +297,8 @@ class SessionScorer:
 
     def _keep(self, reply: target_pb2.ScoreResponse, waited_s: float) -> None:
         """Keep the answers that came with one; each took the same part of the time."""
-        elapsed_s, num_sessions = waited_s / (1 + len(reply.following)), _num_sessions(reply.load)
-        self._answered = deque(Answered(each, elapsed_s, num_sessions) for each in reply.following)
+        facts = waited_s / (1 + len(reply.following)), self._stream.num_fed, _num_sessions(reply.load)
+        self._answered = deque(Answered(each, *facts) for each in reply.following)
 
     async def close(self) -> None:
         """End the session at the worker."""

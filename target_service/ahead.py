@@ -11,7 +11,8 @@ model's forwards and all that comes between two of them (messages, the coordinat
 sessions of a forward go on together in the next.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -30,6 +31,7 @@ from target_service.scorer import ScoreRound, ScoreTask, Watch
 
 Found = TypeVar("Found")
 
+TOGETHER_S = 0.05  # that rounds take which are answered together: what a reader does not notice
 UNKNOWN = 0  # token, until the round before has ended
 
 
@@ -239,14 +241,40 @@ class ScoringAhead:
         self._ahead = None
         return ahead
 
-    def take_plain(self) -> AheadTask | None:
-        """Return the task of the round that follows, if it is known and has no draft; after `note_scored`."""
-        ahead = self._ahead
-        if ahead is None or ahead.expected is None or ahead.expected.draft_tokens:
-            return None
-        count_ahead(hit=True)
-        self._ahead = None
-        return ahead
+    async def following(
+        self, task: ScoreTask, num_rounds: int, ending_tokens: Collection[int]
+    ) -> AsyncIterator[tuple[ScoreTask, Scores]]:
+        """Give the plain rounds that follow one that was scored, as far as they are scored soon; none that fails.
+
+        The engine goes on with each of them as soon as the one before it has ended. `note_scored` comes first.
+        """
+        now_s, round_s, ends = asyncio.get_running_loop().time, task.timings.forward_s, frozenset(ending_tokens)
+        until_s = now_s() + TOGETHER_S - round_s
+        while num_rounds > 0 and now_s() + round_s <= until_s:
+            following = self._ahead
+            expected = following.expected if following else None
+            if following is None or expected is None or expected.draft_tokens or ends.intersection(expected.tokens):
+                return
+            rules, self._ahead = following.rules, None
+            self.begin(following, following.watch, rules.next_round, rules.head)
+            if not await self._is_scored(following, until_s - now_s()):
+                self.stop()
+                self._ahead = following  # to be asked for
+                return
+            count_ahead(hit=True)
+            self.note_scored(following)
+            yield following, following.submission.result
+            num_rounds, round_s = num_rounds - 1, following.timings.total_s
+
+    async def _is_scored(self, task: AheadTask, timeout_s: float) -> bool:
+        """Wait for a round, but not for long; return whether it was scored."""
+        future = task.submission.future
+        try:
+            await asyncio.wait([future], timeout=timeout_s)
+        except asyncio.CancelledError:
+            self._engine.drop(task)
+            raise
+        return future.done() and not future.cancelled() and future.exception() is None
 
     def stop(self) -> None:
         """Give up what was begun."""

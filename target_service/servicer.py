@@ -34,7 +34,6 @@ from target_service.scorer import Scorer, ScoreRound, ScoreTask
 
 MAX_STEP_S = 5.0  # a forward that takes longer may hang
 MAX_ROUNDS = 16  # that are answered together
-TOGETHER_S = 0.05  # that they may take: what a reader does not notice
 MAX_HEAD_SESSIONS = 2  # at once, for which the worker's own head drafts: all of them wait for it
 
 
@@ -122,31 +121,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         response = _answer(task, observing.of_accepted(scores, given, session.seed), ahead.offer)
         tasks = [task]
         if takes_ahead and next_round and not request and not next_round.num_offered:
-            async for following, more in self._following(ahead, task, min(message.num_rounds, MAX_ROUNDS) - 1):
+            num_more = min(message.num_rounds, MAX_ROUNDS) - 1
+            async for following, more in ahead.following(task, num_more, message.ending_tokens):
                 response.following.append(_answer(following, more))
                 response.following[-1].prefix_digest = following.digest
                 tasks.append(following)
         response.load.CopyFrom(self._load(tasks[-1].num_batched))
         return response, tasks
-
-    async def _following(
-        self, ahead: ScoringAhead, task: ScoreTask, num_rounds: int
-    ) -> AsyncIterator[tuple[ScoreTask, Scores]]:
-        """Give the plain rounds that follow one that was scored, as far as they are scored soon; none that fails.
-
-        The engine goes on with each of them as soon as the one before it has ended.
-        """
-        round_s = spent_s = task.timings.forward_s
-        while num_rounds > 0 and spent_s + round_s <= TOGETHER_S and (following := ahead.take_plain()):
-            ahead.begin(following, following.watch, following.rules.next_round, following.rules.head)
-            try:
-                scores = await run_task(self.engine, following)
-            except Exception:  # it is asked for again
-                return
-            ahead.note_scored(following)
-            yield following, scores
-            num_rounds, round_s = num_rounds - 1, following.timings.total_s
-            spent_s += round_s
 
     def _idle_head(self) -> OwnHead | None:
         """Return the worker's own head, unless many sessions would wait for it."""

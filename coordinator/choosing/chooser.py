@@ -47,12 +47,11 @@ class Said:
 
     next_round: NextRound | None = None
     load: int = 0
-    num_left: int = 0  # rounds of which it may be said again
+    least_left: int = 1 << 31  # rounds of a rest, down to which it is said again
 
-    def is_said_again(self, load: int) -> bool:
-        """Return whether it holds for another round at a load, and count that."""
-        self.num_left -= 1
-        return self.num_left >= 0 and load == self.load
+    def is_said_again(self, load: int, num_left: int) -> bool:
+        """Return whether it holds for another round at a load, after which so many rounds of the rest are left."""
+        return num_left >= self.least_left and load == self.load
 
 
 class PlanChooser:
@@ -161,10 +160,11 @@ class PlanChooser:
         """
         is_trial = self._offers is not None and self._offers.is_trial
         rests = plan == RESTING and self._rest.follows and not is_trial
-        if rests and self._said.is_said_again(self._costs.load):
+        if rests and self._said.is_said_again(self._costs.load, self._rest.num_left):
             return self._said.next_round
-        next_round = self._next_round(plan, max_length)
-        self._said = Said(next_round, self._costs.load, REPEATED_ROUNDS - 1 if rests else 0)
+        self._said = Said(self._next_round(plan, max_length), self._costs.load)
+        if rests:
+            self._said.least_left = self._rest.num_left - REPEATED_ROUNDS + 1
         return self._said.next_round
 
     def _next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:

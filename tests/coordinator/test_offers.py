@@ -98,7 +98,7 @@ def test_a_session_at_rest_weighs_now_and_then_what_it_says(monkeypatch: pytest.
 def test_a_rest_weighs_again_once_the_load_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(known_costs(), 0).run(600)
     chooser = session.chooser
-    while not (session.run(1).plans[-1] == RESTING and chooser._rest.follows and chooser._said.num_left > 1):
+    while not (session.run(1).plans[-1] == RESTING and chooser._rest.num_left > chooser._said.least_left):
         pass
     weighed: list[int] = []
     monkeypatch.setattr(PlanChooser, "_next_round", lambda *_: weighed.append(1))

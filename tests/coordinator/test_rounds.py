@@ -571,7 +571,29 @@ async def test_only_rounds_of_a_rest_may_be_answered_together() -> None:
     rests.chooser._rest.begin_long()
     await rests.run()
     assert rests.tokens == await plain_tokens()
+    assert scorer.asked[0] == (1, True), "nobody waits longer for the first token"
     assert {num_rounds for num_rounds, _ in scorer.asked} == {1, MAX_TOGETHER}
+
+
+class RestsAtFirst(PlanChooser):
+    """Rests for the first two rounds, then drafts."""
+
+    num_rounds = 0
+
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
+    ) -> DraftPlan:
+        self.num_rounds += 1
+        return RESTING if self.num_rounds <= 2 else DraftPlan(TOY, min(2, remaining_tokens - 1))
+
+
+async def test_rounds_do_not_wait_for_another_one_than_was_answered() -> None:
+    rounds, _ = together()
+    rounds.chooser = RestsAtFirst(SharedStatistics(), [TOY], 8)
+    await rounds.run()
+    assert rounds.trace.events.index(("commit", 0)) < rounds.trace.events.index(("score", 3))
+    assert len(rounds.trace.committed[0].emitted) == 2
+    assert len(rounds.tokens) == 24
 
 
 async def plain_tokens() -> list[int]:

@@ -192,10 +192,8 @@ async def test_rounds_that_were_answered_with_another_one_are_not_asked_for() ->
         assert first.num_more == 2
         scored = [await scorer.score([1, 2, 7, *more], Proposal(), TOGETHER) for more in ([], [8])]
         assert [each.scores.positions[0].tail_token for each in scored] == [8, 9]
-        assert [(each.num_more, each.waited_s, each.elapsed_s) for each in scored] == [
-            (1, 0.0, first.elapsed_s),
-            (0, 0.0, first.elapsed_s),
-        ]
+        facts = [(each.num_more, each.waited_s, each.elapsed_s, each.num_fed) for each in scored]
+        assert facts == [(num_more, 0.0, first.elapsed_s, first.num_fed) for num_more in (1, 0)]
         last = await scorer.score([1, 2, 7, 8, 9], Proposal())
         assert last.scores.positions[0].tail_token == 7, "asked for: the worker knows the others"
 

@@ -227,9 +227,9 @@ MISTAKES = [
     ),
     Mistake(
         "commits of one session overlap",
-        "coordinator.running:run_rounds",
-        "                        await asyncio.shield(committing)\n                        committing",
-        "                        committing",
+        "coordinator.rounds:Commits.begin",
+        "        await asyncio.shield(self._in_flight)\n",
+        "",
         22,
     ),
     Mistake(

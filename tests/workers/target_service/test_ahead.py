@@ -13,7 +13,7 @@ from specdec.exact.prefix import chain
 from specdec.exact.values import ObservationRequest, Proposal, SparseDistribution, one_hot
 from specdec.types import AcceptanceRuleName, SamplingParams
 from specdec.v1 import target_pb2 as pb
-from target_service import servicer
+from target_service import ahead
 from target_service.ahead import AheadTask
 from target_service.scorer import ScoreTask
 from tests.support.worker_streams import PLAIN, PROMPT, TargetStream, connected_target, packed_supports, score_request
@@ -119,10 +119,24 @@ async def test_one_round_is_answered_alone_where(
 
 
 @in_module_loop
+async def test_no_round_follows_the_texts_end(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
+    """Nor is the last token waited with."""
+    request = {"start": 0, "tokens": PROMPT, "next_round": PLAIN_ROUND, "num_rounds": 9}
+    stream, other = (TargetStream(channel, next(names)) for _ in range(2))
+    answer = await stream.ask(score_request(**request))
+    tokens = [drawn(each) for each in (answer, *answer.following)]
+    end = tokens[1]
+    answer = await other.ask(score_request(**request, ending_tokens=[end]))
+    assert [drawn(each) for each in (answer, *answer.following)] == tokens[: tokens.index(end) + 1]
+    await stream.close()
+    await other.close()
+
+
+@in_module_loop
 async def test_rounds_are_not_answered_together_for_long(
     channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servicer, "TOGETHER_S", 1e-9)
+    monkeypatch.setattr(ahead, "TOGETHER_S", 1e-9)
     stream = TargetStream(channel, next(names))
     answer = await stream.ask(score_request(start=0, tokens=PROMPT, next_round=PLAIN_ROUND, num_rounds=9))
     assert not answer.following
