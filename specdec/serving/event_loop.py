@@ -143,11 +143,15 @@ def _eventfd() -> FileIO | None:
 
 
 def _once_for_all(signals: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
-    """Leave one byte of those that are there, and call back."""
+    """Call back, which reads one byte, and take the others that were there.
+
+    Where it fails, as an event is another loop's that is closed, they stay: events are left for the next pass.
+    """
     try:
         num_more = len(signals.recv(MAX_SIGNALS, socket.MSG_PEEK | socket.MSG_DONTWAIT)) - 1
-        if num_more > 0:
-            signals.recv(num_more, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return  # another loop of this process was sooner
     callback(*args)
+    if num_more > 0:
+        with contextlib.suppress(BlockingIOError):
+            signals.recv(num_more, socket.MSG_DONTWAIT)

@@ -249,6 +249,34 @@ async def _refused_beside_work() -> float:
         await server.stop(None)
 
 
+def test_what_fails_for_one_event_leaves_the_others() -> None:
+    """As grpc.aio does for an event of a loop that is closed: what it has not come to is handled in the next pass."""
+
+    async def handled() -> list[int]:
+        ours, theirs = socket.socketpair()
+        events, done = [0, 1, 2, 3], asyncio.Event()
+        seen = list[int]()
+
+        def handle() -> None:
+            ours.recv(1)
+            while events:
+                seen.append(events.pop(0))
+                if seen[-1] == 1:
+                    raise RuntimeError("Event loop is closed")
+            done.set()
+
+        with ours, theirs:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(lambda *_: None)
+            theirs.send(bytes(len(events)))
+            loop.add_reader(ours, handle)
+            await asyncio.wait_for(done.wait(), 10)
+            loop.remove_reader(ours)
+        return seen
+
+    assert on_service_loop(handled) == [0, 1, 2, 3]
+
+
 def test_calls_are_refused_soon_beside_many_sessions() -> None:
     ours_s = on_service_loop(_refused_beside_work)
     asyncio_s = asyncio.run(_refused_beside_work())
