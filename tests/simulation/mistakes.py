@@ -228,7 +228,7 @@ MISTAKES = [
     Mistake(
         "commits of one session overlap",
         "coordinator.rounds:Commits.begin",
-        "        await asyncio.shield(self._in_flight)\n",
+        "    await asyncio.shield(self._in_flight)\n",
         "",
         22,
     ),
