@@ -189,7 +189,7 @@ class Commits:
             return
         await asyncio.shield(self._in_flight)
         together = joined_rounds([played for played, _ in self._rounds])
-        self._in_flight = asyncio.ensure_future(self._publish(together))  # it is kept
+        self._in_flight = asyncio.ensure_future(self._publish(together))
         for _, tracing in self._rounds:
             tracing.end_after(self._in_flight)
         self._rounds.clear()
