@@ -258,7 +258,7 @@ class ScoringAhead:
             rules, self._ahead = following.rules, None
             self.begin(following, following.watch, rules.next_round, rules.head)
             if not await self._is_scored(following, until_s - now_s()):
-                self.stop()
+                self._drop()
                 self._ahead = following  # to be asked for
                 return
             count_ahead(hit=True)
@@ -271,6 +271,8 @@ class ScoringAhead:
         future = task.submission.future
         try:
             await asyncio.wait([future], timeout=timeout_s)
+            if task.done:
+                await asyncio.wait([future])  # which the engine tells when it has begun with what follows
         except asyncio.CancelledError:
             self._engine.drop(task)
             raise
@@ -278,9 +280,12 @@ class ScoringAhead:
 
     def stop(self) -> None:
         """Give up what was begun."""
+        if self._ahead is not None and self._ahead.expected is not None:
+            count_ahead(hit=False)
+        self._drop()
+
+    def _drop(self) -> None:
         if self._ahead is not None:
-            if self._ahead.expected is not None:
-                count_ahead(hit=False)
             self._engine.drop(self._ahead)
         self._ahead = None
 

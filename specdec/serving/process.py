@@ -19,6 +19,7 @@ from specdec.serving.telemetry import configure_logs, get_logger, log_unhandled
 
 T = TypeVar("T")
 
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 GARBAGE_THRESHOLDS = (700, 10, 50)  # new objects, collections of the youngest ones, of the middle ones
 
 
@@ -102,12 +103,22 @@ def run(settings: ProcessSettings, program: str, name: str, serve: Serve, *refus
     expected: tuple[type[Exception], ...] = (CannotServe, OSError, ValueError, *refusals)
     try:
         with asyncio.Runner(loop_factory=ServiceLoop) as runner:
-            runner.run(run_until_told(settings, name, serve))
+            runner.run(_ending_once(run_until_told(settings, name, serve)))
     except expected as error:
         problem = f"{program}: {error}"
         leave(problem)
         sys.exit(problem)
     leave()
+
+
+async def _ending_once(service: Coroutine[Any, Any, None]) -> None:
+    """Run a service; from its end on the process, which is about to end too, is not killed by another signal."""
+    try:
+        await service
+    finally:
+        for number in ENDING_SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def run_until_told(settings: ProcessSettings, name: str, serve: Serve) -> None:
@@ -121,7 +132,7 @@ async def run_until_told(settings: ProcessSettings, name: str, serve: Serve) -> 
 
 async def _run_until_told(serve: Serve) -> None:
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDING_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     told = asyncio.create_task(stopping.wait())
     running = asyncio.create_task(_serve_until(told, serve))

@@ -25,6 +25,22 @@ threading.Thread(target=threading.Event().wait, name="engine").start()
 leave(*sys.argv[1:])
 """
 
+ENDS_SLOWLY = """
+import asyncio, sys
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from specdec.serving import process
+from specdec.serving.settings import ProcessSettings
+
+@asynccontextmanager
+async def serve():
+    print("ready", flush=True)
+    yield SimpleNamespace(failure=asyncio.get_running_loop().create_future())
+
+process.leave = lambda: (print("ended", flush=True), sys.stdin.readline())
+process.run(ProcessSettings(), "service", "service", serve)
+"""
+
 
 async def test_results_and_errors_arrive() -> None:
     assert await in_background(lambda: 7) == 7
@@ -53,6 +69,22 @@ def test_a_worker_that_loads_ends_when_told(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.wait(timeout=60) == 0, "the load would have taken an hour"
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_process_that_is_told_again_ends_as_well() -> None:
+    """While the interpreter ends, a second signal is not the end of a service that has drained."""
+    command = [sys.executable, "-c", ENDS_SLOWLY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "ended\n"
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+        process.stdin.write("now\n")
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
 
 
 @pytest.mark.parametrize(("problem", "code"), [((), 0), (("the engine hangs",), 1)])

@@ -77,10 +77,17 @@ async def test_rounds_that_are_answered_together_are_those_one_by_one(
     name: str,
 ) -> None:
     expected = await decode(TargetStream(without, next(names), SAMPLINGS[name]))
-    stream = TargetStream(channel, next(names), SAMPLINGS[name])
+    answers, num_messages = await decode_together(TargetStream(channel, next(names), SAMPLINGS[name]))
+    assert list(map(values, answers)) == list(map(values, expected))
+    assert num_messages < NUM_ROUNDS
+    assert counted() == (NUM_ROUNDS, NUM_ROUNDS - 1), "only the last one was not asked for"
+
+
+async def decode_together(stream: TargetStream) -> tuple[list[pb.ScoreResponse], int]:
+    """Decode plainly, with as many rounds in an answer as the worker gives; return how many messages that took too."""
     text, answers, num_messages = list(PROMPT), list[pb.ScoreResponse](), 0
     while len(answers) < NUM_ROUNDS:
-        start = len(stream.text) - bool(answers)
+        start = len(text) - 1 if answers else 0
         num_left = NUM_ROUNDS - len(answers)
         asked = score_request(start=start, tokens=text[start:], next_round=PLAIN_ROUND, num_rounds=num_left)
         answer = await stream.ask(asked)
@@ -93,9 +100,22 @@ async def test_rounds_that_are_answered_together_are_those_one_by_one(
             answers.append(each)
         stream.text[:] = text[:-1]  # what the worker holds
     await stream.close()
-    assert list(map(values, answers)) == list(map(values, expected))
-    assert num_messages < NUM_ROUNDS
-    assert counted() == (NUM_ROUNDS, NUM_ROUNDS - 1), "only the last one was not asked for"
+    return answers, num_messages
+
+
+@in_module_loop
+async def test_no_round_is_scored_twice_where_time_is_up(
+    channel: grpc.aio.Channel,
+    names: Iterator[str],
+    counted: Callable[[], tuple[float, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whenever that is: also between the end of a round in the engine and its arrival."""
+    num_turns = 40
+    for turn in range(num_turns):
+        monkeypatch.setattr(ahead, "TOGETHER_S", 0.004 + turn / num_turns * 0.03)
+        await decode_together(TargetStream(channel, next(names)))
+    assert counted() == (num_turns * NUM_ROUNDS, num_turns * (NUM_ROUNDS - 1))
 
 
 @in_module_loop
