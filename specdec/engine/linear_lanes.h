@@ -4,7 +4,8 @@
 #include "lanes.h"
 
 #define CHANNELS (2 * LANES)       // of a block
-#define LINES (CHANNELS * 4 / 64)  // that the processor reads for a step
+#define STEP (CHANNELS * 4)        // bytes of the weight that are wanted in a step
+#define LINES (STEP / 64)
 #define ROW_BYTES (IS_BF16 ? 2 : 4)  // of one input
 #define WEIGHT_BYTES (IS_BF16 || IS_HALVED ? 2 : 4)
 #define STEP_BYTES (IS_HALVED ? 8 : 4)  // of a row, in a step
@@ -49,10 +50,10 @@ static ALWAYS_INLINE void NAME(put)(void *output, int64_t first, FLOATS sums, in
 #endif
 }
 
-// Multiply `num_rows` rows, from `row` on, with a block of channels, from `channel` on. Of each step's lines of the weight,
-// those from `first_fetched` to `end_fetched` are fetched `ahead` bytes before they are wanted, as far as cache `level`.
+// Multiply `num_rows` rows, from `row` on, with a block of channels, from `channel` on. In each step `num_fetched` lines of what
+// is wanted later are fetched as far as cache `level`: first those at `fetched`, and `stride` bytes on in the next.
 static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, void *output, int64_t row, int64_t channel,
-                                         int64_t ahead, const int level, const int first_fetched, const int end_fetched,
+                                         const char *fetched, int64_t stride, const int level, const int num_fetched,
                                          const int num_rows)
 {
     const int64_t num_bytes = all->num_in * ROW_BYTES;  // of a row
@@ -64,9 +65,9 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
     for (int64_t first = 0; first < num_bytes; first += SPAN_BYTES) {
         const int64_t end = first + SPAN_BYTES < num_bytes ? first + SPAN_BYTES : num_bytes;
         FLOATS sums[MAX_ROWS][2] = {0};
-        for (int64_t byte = first; byte < end; byte += STEP_BYTES, line += CHANNELS * 4) {
-            UNROLLED for (int fetched = first_fetched; fetched < end_fetched; fetched++)
-                fetch_line(line + ahead + 64 * fetched, level);
+        for (int64_t byte = first; byte < end; byte += STEP_BYTES, line += STEP, fetched += stride) {
+            UNROLLED for (int index = 0; index < num_fetched; index++)
+                fetch_line(fetched + 64 * index, level);
             UNROLLED for (int input = 0; input < STEP_BYTES / 4; input++) {
                 FLOATS numbers[2];
                 UNROLLED for (int half = 0; half < 2; half++)
@@ -102,20 +103,20 @@ void NAME(channels)(const Product *product, void *output, int64_t channel, int64
     for (; channel < end; channel += CHANNELS)
         for (int64_t row = 0; row < num_rows; row += tile) {
             const int64_t count = num_rows - row < tile ? num_rows - row : tile;
+            const char *line = all->numbers + channel * all->num_in * WEIGHT_BYTES;
             // rows that go through a block alone fetch just ahead; others share the work of fetching the next block.
             // What cannot be is left out by numbers that the compiler knows: each of these is a function of its own
 #define TILE(number)                                                                                                   \
     case number:                                                                                                       \
         if (LANES == 16 && number > MAX_NEAR_ROWS && is_far && row == 0)                                               \
-            NAME(multiply)(all, rows, output, row, channel, FAR, 2, 0, LINES, number);                                 \
+            NAME(multiply)(all, rows, output, row, channel, line + FAR, STEP, 2, LINES, number);                       \
         else if (!is_far && num_tiles == 1)                                                                            \
-            NAME(multiply)(all, rows, output, row, channel, NEAR, 1, 0, LINES, number);                                \
-        else if (number > MAX_ROWS / 2 && !is_far && row == 0)                                                         \
-            NAME(multiply)(all, rows, output, row, channel, block, 1, 0, 1, number);                                   \
-        else if (number >= MAX_ROWS / 2 && !is_far && row == tile)                                                     \
-            NAME(multiply)(all, rows, output, row, channel, block, 1, 1, LINES, number);                               \
+            NAME(multiply)(all, rows, output, row, channel, line + NEAR, STEP, 1, LINES, number);                      \
+        else if (!is_far && number >= MAX_ROWS / 2)                                                                    \
+            NAME(multiply)(all, rows, output, row, channel, line + block + block * (row / tile) / num_tiles,           \
+                           STEP / num_tiles, 1, 1, number);                                                            \
         else                                                                                                           \
-            NAME(multiply)(all, rows, output, row, channel, 0, 1, 0, 0, number);                                       \
+            NAME(multiply)(all, rows, output, row, channel, line, 0, 1, 0, number);                                    \
         break;
             switch (count) {
                 TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
@@ -129,6 +130,7 @@ void NAME(channels)(const Product *product, void *output, int64_t channel, int64
 
 #undef CHANNELS
 #undef LINES
+#undef STEP
 #undef ROW_BYTES
 #undef WEIGHT_BYTES
 #undef STEP_BYTES
