@@ -24,7 +24,7 @@ from specdec.serving.tracing import spans
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
 GRAMMAR = "grammar"  # in place of a drafter's name, where the session's grammar forced the draft
-MAX_TOGETHER = 8  # rounds that the target may answer together, where their drafts are known: there are none
+MAX_TOGETHER = 8  # rounds that the target may answer together, where it knows their drafts
 MAX_CAUGHT_UP = 4  # tokens besides those of the last round; a worker that has to read more measures no cost
 
 
@@ -67,7 +67,7 @@ class ScoreOptions:
 
     observes: bool = True  # what the session's drafters asked for
     next_round: NextRound | None = None  # what it may score ahead; None: nothing
-    num_rounds: int = 1  # that it may answer together, this one and plain ones
+    num_rounds: int = 1  # that it may answer together, this one and those that follow
     ending_tokens: Collection[int] = ()  # after which none of them follows
 
 
@@ -314,7 +314,7 @@ async def run_round(
     available = AvailableDrafters(parts.drafters)
     match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
     chosen = parts.chooser.choose(generation.remaining_tokens, available, Found(match, len(offer)))
-    if before.num_answered and (chosen.drafter is not None or (chosen.observes and parts.drafters)):
+    if before.num_answered and not _is_foreseen(chosen, parts):
         before.num_answered = 0
         await commit()
     plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match, offer)
@@ -346,6 +346,11 @@ async def run_round(
     return finished_round
 
 
+def _is_foreseen(chosen: DraftPlan, parts: RoundParts) -> bool:
+    """Return whether the target may have answered a round already: it knows the draft, and observes nothing."""
+    return chosen.drafter in (None, LOOKUP, OFFER) and not (chosen.observes and parts.drafters)
+
+
 def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before: Before) -> ScoreOptions:
     """Return what the target may do besides scoring a round: what the next ones will most likely draft, if known."""
     num_left = generation.remaining_tokens
@@ -354,7 +359,7 @@ def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before:
     max_length = len(generation.committed) + num_left
     if parts.drafters:
         next_round = parts.chooser.next_round(plan, max_length)
-        num_rounds = min(parts.chooser.num_plain_rounds(plan), MAX_TOGETHER)
+        num_rounds = min(parts.chooser.num_foreseen(plan), MAX_TOGETHER)
     else:
         next_round, num_rounds = NextRound(plain=True, max_length=max_length), MAX_TOGETHER
     if (

@@ -11,6 +11,7 @@ import grpc
 
 from coordinator import metrics
 from coordinator.checks import Checks
+from coordinator.choosing.comparisons import is_chosen
 from coordinator.choosing.plans import Forward
 from coordinator.loads import ReportedLoads
 from coordinator.observing import NOTHING
@@ -31,6 +32,7 @@ from specdec.errors import (
 )
 from specdec.exact import codec
 from specdec.exact.acceptance import DEFAULT_RULE
+from specdec.exact.prefix import chain_draft
 from specdec.exact.values import ObservationRequest, Proposal, Scores
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
@@ -136,6 +138,7 @@ class Answered:
     elapsed_s: float
     num_fed: int  # tokens that the worker read first, for all of them
     num_sessions: int
+    num_offered: int  # draft tokens that it may offer for the round after it
 
 
 class SessionScorer:
@@ -198,16 +201,22 @@ class SessionScorer:
             return None
         answered, length = self._answered.popleft(), len(committed)
         reply = answered.reply
-        is_of_round = reply.cached_len == length and reply.prefix_digest == self._prefix_digest(length)
-        if proposal or not is_of_round or (options.observes and self._is_observed):
+        if (options.observes and self._is_observed) or not self._is_of_round(reply, length, proposal):
             self._answered.clear()
             return None
         with self._checking():
             scores = self._scores(reply, proposal)
+            offer = codec.offer_from_proto(reply.offer, answered.num_offered, self._vocab_size)
         metrics.observe_worker("score", reply.timing)
         self._stream.note_held(length)
-        facts = answered.num_sessions, Proposal(), _forward(reply.timing), 0.0, len(self._answered)
+        facts = answered.num_sessions, offer, _forward(reply.timing), 0.0, len(self._answered)
         return Scored(scores, answered.elapsed_s, answered.num_fed, *facts)
+
+    def _is_of_round(self, reply: target_pb2.ScoreResponse, length: int, proposal: Proposal) -> bool:
+        """Return whether an answer that came early is that to a round of so many committed tokens."""
+        if reply.cached_len != length or not is_chosen(proposal):
+            return False
+        return reply.prefix_digest == chain_draft(self._prefix_digest(length), proposal.tokens, proposal.tree)
 
     @contextmanager
     def _checking(self) -> Iterator[None]:
@@ -270,12 +279,8 @@ class SessionScorer:
         def message(start: int, tokens: Sequence[int], prefix_digest: bytes, number: int) -> target_pb2.ScoreRequest:
             score = codec.score_to_proto(start, tokens, proposal, options.observes)
             score.prefix_digest, score.round = prefix_digest, number
-            if options.next_round is not None:
-                score.next_round.CopyFrom(codec.next_round_to_proto(options.next_round))
-                if options.num_rounds > 1:
-                    score.num_rounds = options.num_rounds
-                    score.ending_tokens.extend(options.ending_tokens)
             score.trace_context = spans.current().context()
+            _add_what_follows(score, options)
             return target_pb2.ScoreRequest(score=score)
 
         begin = self._outside.now_s()
@@ -291,14 +296,11 @@ class SessionScorer:
         metrics.observe_worker("score", reply.timing)
         self._loads.report(reply.load)
         waited_s, num_fed = self._outside.now_s() - begin, self._stream.num_fed
-        self._keep(reply, waited_s)
-        facts = num_fed, _num_sessions(reply.load), offer, _forward(reply.timing), waited_s, len(self._answered)
-        return Scored(scores, waited_s / (1 + len(self._answered)), *facts)
-
-    def _keep(self, reply: target_pb2.ScoreResponse, waited_s: float) -> None:
-        """Keep the answers that came with one; each took the same part of the time."""
-        facts = waited_s / (1 + len(reply.following)), self._stream.num_fed, _num_sessions(reply.load)
-        self._answered = deque(Answered(each, *facts) for each in reply.following)
+        elapsed_s, *others_s = (waited_s * share for share in _shares([reply, *reply.following]))
+        facts = num_fed, _num_sessions(reply.load)
+        following = zip(reply.following, others_s, strict=True)
+        self._answered = deque(Answered(each, each_s, *facts, num_offered) for each, each_s in following)
+        return Scored(scores, elapsed_s, *facts, offer, _forward(reply.timing), waited_s, len(self._answered))
 
     async def close(self) -> None:
         """End the session at the worker."""
@@ -307,6 +309,25 @@ class SessionScorer:
     def abandon(self) -> None:
         """Leave the worker its cache, for the coordinator that resumes the session."""
         self._stream.abandon()
+
+
+def _add_what_follows(score: target_pb2.Score, options: ScoreOptions) -> None:
+    """Say what the target may score ahead, and how much of it it may answer together with the round."""
+    if options.next_round is None:
+        return
+    score.next_round.CopyFrom(codec.next_round_to_proto(options.next_round))
+    if options.num_rounds > 1:
+        score.num_rounds = options.num_rounds
+        score.ending_tokens.extend(options.ending_tokens)
+
+
+def _shares(replies: Sequence[target_pb2.ScoreResponse]) -> list[float]:
+    """Return which part of the time each of the answers took that came together: as their forwards did, where told."""
+    forwards = [_forward(reply.timing) for reply in replies]
+    seconds = [forward.seconds for forward in forwards if forward]
+    if len(seconds) < len(replies):
+        return [1 / len(replies)] * len(replies)
+    return [each_s / sum(seconds) for each_s in seconds]
 
 
 def _check_num_following(reply: target_pb2.ScoreResponse, options: ScoreOptions) -> None:

@@ -206,18 +206,16 @@ class ScoringAhead:
         self._ahead = AheadTask(task, watch, following)
         self._engine.follow(task, self._ahead)
 
-    def note_scored(self, task: ScoreTask) -> None:
+    async def note_scored(self, task: ScoreTask) -> None:
         """Take note of a round that is answered: what follows may be asked for before the engine comes to it."""
-        if self._ahead:
-            self._ahead.look(task)
-
-    @property
-    def may_draft(self) -> bool:
-        """Whether `note_scored` still has to find out what follows, for which the worker's head may draft."""
         ahead = self._ahead
-        if ahead is None or ahead.has_looked:
-            return False
-        return ahead.rules.head is not None and ahead.rules.next_round.num_offered > 0
+        if ahead is None:
+            return
+        may_draft = ahead.rules.head is not None and ahead.rules.next_round.num_offered > 0
+        if may_draft and not ahead.has_looked:
+            await asyncio.to_thread(ahead.look, task)
+        else:
+            ahead.look(task)
 
     @property
     def offer(self) -> ScoreRound | None:
@@ -244,16 +242,17 @@ class ScoringAhead:
     async def following(
         self, task: ScoreTask, num_rounds: int, ending_tokens: Collection[int]
     ) -> AsyncIterator[tuple[ScoreTask, Scores]]:
-        """Give the plain rounds that follow one that was scored, as far as they are scored soon; none that fails.
+        """Give the rounds that follow one that was scored, as far as they are scored soon; none that fails.
 
-        The engine goes on with each of them as soon as the one before it has ended. `note_scored` comes first.
+        The engine goes on with each of them as soon as the one before it has ended. `note_scored` comes first, and has
+        been called for each that is given.
         """
         now_s, round_s, ends = asyncio.get_running_loop().time, task.timings.forward_s, frozenset(ending_tokens)
         until_s = now_s() + TOGETHER_S - round_s
         while num_rounds > 0 and now_s() + round_s <= until_s:
             following = self._ahead
             expected = following.expected if following else None
-            if following is None or expected is None or expected.draft_tokens or ends.intersection(expected.tokens):
+            if following is None or expected is None or ends.intersection(expected.tokens):
                 return
             rules, self._ahead = following.rules, None
             self.begin(following, following.watch, rules.next_round, rules.head)
@@ -262,7 +261,7 @@ class ScoringAhead:
                 self._ahead = following  # to be asked for
                 return
             count_ahead(hit=True)
-            self.note_scored(following)
+            await self.note_scored(following)
             yield following, following.submission.result
             num_rounds, round_s = num_rounds - 1, following.timings.total_s
 

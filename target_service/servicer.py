@@ -1,6 +1,5 @@
 """TargetService: checks what arrives, runs it through the engine, and packs the answer."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -10,6 +9,7 @@ from specdec.engine import CacheMiss, EngineLoop, TaskTimes
 from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMismatchError
 from specdec.exact import codec
 from specdec.exact.lookup import NextRound
+from specdec.exact.prefix import chain_draft
 from specdec.exact.values import MAX_SUPPORT_TOKENS, Scores, Timing
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
@@ -112,19 +112,16 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             scores = await run_task(self.engine, task)
         except CacheMiss as miss:
             return target_pb2.ScoreResponse(cached_len=miss.cached_len, load=self._load()), []
-        if ahead.may_draft:
-            await asyncio.to_thread(ahead.note_scored, task)
-        else:
-            ahead.note_scored(task)
+        await ahead.note_scored(task)
         if not request:  # a round that was scored ahead may have observed in vain
             scores = replace(scores, observations=None)
         response = _answer(task, observing.of_accepted(scores, given, session.seed), ahead.offer)
         tasks = [task]
-        if takes_ahead and next_round and not request and not next_round.num_offered:
+        if takes_ahead and next_round and not request:
             num_more = min(message.num_rounds, MAX_ROUNDS) - 1
             async for following, more in ahead.following(task, num_more, message.ending_tokens):
-                response.following.append(_answer(following, more))
-                response.following[-1].prefix_digest = following.digest
+                response.following.append(_answer(following, more, ahead.offer))
+                response.following[-1].prefix_digest = _digest(following)
                 tasks.append(following)
         response.load.CopyFrom(self._load(tasks[-1].num_batched))
         return response, tasks
@@ -265,6 +262,11 @@ def _answer(task: ScoreTask, scores: Scores, offer: ScoreRound | None = None) ->
     answer.cached_len = task.round.committed_length
     answer.timing.CopyFrom(codec.timing_to_proto(_timing(task.timings)))
     return answer
+
+
+def _digest(task: ScoreTask) -> bytes:
+    """Return the digest of the text and the draft that a round was of."""
+    return chain_draft(task.digest, task.round.draft_tokens, task.round.tree)
 
 
 def _timing(times: TaskTimes) -> Timing:

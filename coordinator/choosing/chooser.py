@@ -87,6 +87,7 @@ class PlanChooser:
         self._said = Said()  # to the target, of the next round
         self._best: Estimate | None = None  # when plans were weighed last; None: plain decoding
         self._has_observed = False  # the target, for the drafters of this session: its prompt at least
+        self._has_begun = False  # a round was chosen
 
     def choose(
         self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
@@ -96,7 +97,8 @@ class PlanChooser:
         `available` are the drafters whose workers answer; None: all.
         """
         self._match, num_offered = found.match, found.num_offered
-        if looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum)):
+        has_begun, self._has_begun = self._has_begun, True
+        if has_begun and (looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum))):
             self._trial = None
             return looked_up
         self._note_offer(num_offered)
@@ -170,34 +172,35 @@ class PlanChooser:
     def _next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:
         self._draft_lengths = self._lookup_lengths()
         is_plain = self.expects_plain_after(plan)
-        offered, learns = self._next_offer()
-        self._num_offered = offered.num_draft_tokens if is_plain else 0
-        stop_below = offered.stop_below if is_plain else 0.0
-        next_round = NextRound(self._draft_lengths, is_plain, max_length, self._num_offered, learns, stop_below)
+        offered, learns = self._next_offer(is_plain)
+        self._num_offered = offered.num_draft_tokens
+        next_round = NextRound(self._draft_lengths, is_plain, max_length, self._num_offered, learns, offered.stop_below)
         return next_round if is_plain or learns or any(self._draft_lengths) else None
 
-    def num_plain_rounds(self, plan: DraftPlan) -> int:
-        """Return how many rounds, this one of a chosen plan included, ask nobody for a draft, and observe nothing.
+    def num_foreseen(self, plan: DraftPlan) -> int:
+        """Return how many rounds, this one of a chosen plan included, ask no draft worker, and observe nothing.
 
-        Lookups are another thing: the target knows when one is due, by what it was told of the next round.
+        The target knows their drafts as well, by what it was told of the next round.
         """
         said = self._said.next_round
-        rests = plan == RESTING and said is not None and said.plain and not said.num_offered
+        is_trial = self._offers is not None and self._offers.is_trial
+        rests = not plan.observes and said is not None and said.plain and not is_trial
         return 1 + self._rest.num_left if rests else 1
 
-    def _next_offer(self) -> tuple[DraftPlan, bool]:
+    def _next_offer(self, is_plain: bool) -> tuple[DraftPlan, bool]:
         """Return what the target shall offer for the next round, and whether it shall learn from this one.
 
-        It offers nothing where that does not pay, and learns nothing where it clearly loses; at a busy target, where
-        all wait while one session learns, wherever it does not pay.
+        It offers nothing where that does not pay, or the next round may not be plain otherwise, and learns nothing
+        where it clearly loses; at a busy target, where all wait while one session learns, wherever it does not pay.
         """
         if self._offers is None or not self._costs.knows_scoring:
             return PLAIN, False
+        self._offers.ask_nothing()
         best, plain = self._offers.best, Estimate(PLAIN, 1.0, self._costs.plain_s())
         least_speed = (self._min_offer_gain if self._costs.is_busy else self._clear_loss) * plain.speed
         if best.speed < least_speed and not self._is_scout:
             return PLAIN, False
-        asked = self._offers.next(plain, self._min_offer_gain)
+        asked = self._offers.next(plain, self._min_offer_gain) if is_plain else None
         if asked is None:
             return PLAIN, True
         slope_s = self._costs.slope_s(OFFER, self._offers.num_drafted(asked.plan.num_draft_tokens))
@@ -277,7 +280,7 @@ class PlanChooser:
             self._observe_acceptance(plan.drafter, plan.num_draft_tokens, outcome.num_drafted, outcome.path)
         if self._offers:
             num_tokens = len(outcome.path) + 1
-            self._offers.observe_time(0.0 if outcome.has_prefill else elapsed_s, num_tokens, plan.drafter == OFFER)
+            self._offers.observe_time(0.0 if outcome.has_prefill else elapsed_s, num_tokens)
         self._has_observed |= plan.observes
         if not outcome.has_prefill and self._is_observed(outcome):
             self._observe_costs(outcome)

@@ -61,19 +61,23 @@ class Offers:
         """Return how many draft tokens are expected where so many are asked for."""
         return float(self._acceptance.expected_drafted()[num_asked])
 
+    def ask_nothing(self) -> None:
+        """Ask for no offer for the next round, unless `next` does."""
+        self._next_was_busy, self._next_trial_speed = self._costs.is_busy, 0.0
+
     def next(self, plain: Estimate, min_gain: float) -> Estimate | None:
         """Return what is asked for: the best offer or a longer one, or none where plain decoding promises more.
 
         What promises less than the best of them is asked for as a trial.
         """
-        best, self._next_was_busy = self.best, self._costs.is_busy
+        self.ask_nothing()
+        best = self.best
         pays, promised = best.speed > min_gain * plain.speed, max(best.speed, plain.speed)
         longer = [each for each in self._known if each.plan.num_draft_tokens >= 2 * best.plan.num_draft_tokens]
         for tried in [*longer[:1], *([] if pays else [best])]:
             if self._exploration.affords(tried.seconds - tried.num_tokens / promised):
                 self._next_trial_speed = promised
                 return tried
-        self._next_trial_speed = 0.0
         return best if pays else None
 
     def _estimated(self, lengths: Counts) -> list[Estimate]:
@@ -86,9 +90,9 @@ class Offers:
         """Add a round for which so many draft tokens were asked for, and what became of those that came."""
         self._by_business[self._was_busy].observe(num_asked, num_drafted, path)
 
-    def observe_time(self, elapsed_s: float, num_tokens: int, is_offered: bool) -> None:
-        """Add what a round took and committed; trials may lose a share of all time."""
+    def observe_time(self, elapsed_s: float, num_tokens: int) -> None:
+        """Add what a round took and committed; trials may lose a share of all time, also where nothing was offered."""
         self._age += 1
-        is_trial = is_offered and elapsed_s > 0 and self._trial_speed > 0
+        is_trial = elapsed_s > 0 and self._trial_speed > 0
         self._exploration.observe(elapsed_s, elapsed_s - num_tokens / self._trial_speed if is_trial else 0.0)
         self._trial_speed = self._next_trial_speed

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Sequence
 
+from specdec.exact.tree import chain_parents
+
 DIGEST_BYTES = 16
 MARK_TOKENS = 64  # between two digests that are kept, 0.8 bytes a token; any other is found in 50 us
 
@@ -18,6 +20,12 @@ def chain(digest: bytes, tokens: Sequence[int]) -> bytes:
     for token in tokens:
         digest = hashlib.blake2b(digest + token.to_bytes(4, "little"), digest_size=DIGEST_BYTES).digest()
     return digest
+
+
+def chain_draft(digest: bytes, draft_tokens: Sequence[int], tree: Sequence[int]) -> bytes:
+    """Extend a text's digest by the draft of a round: its tokens, and their parents [N] where these are no chain."""
+    is_chain = tuple(tree) == chain_parents(len(draft_tokens))
+    return chain(digest, draft_tokens if is_chain else (*draft_tokens, *tree))
 
 
 class PrefixChain:

@@ -124,6 +124,17 @@ def test_each_round_decides_by_its_own_match() -> None:
     assert chooser.choose(ROOM, found=Found(Match(5, 9))).drafter != LOOKUP
 
 
+def test_the_first_round_decides_whether_a_session_rests() -> None:
+    """A lookup would have the target observe the prompt, which costs more than it gains."""
+    shared = known_costs()
+    teach(shared, 9, 12)
+    for _ in range(FIRST_SCOUTS):
+        chooser_of(shared)
+    chooser = chooser_of(shared)
+    assert chooser.choose(ROOM, found=Found(Match(5, 9))) == RESTING
+    assert chooser.choose(ROOM, found=Found(Match(5, 9))).drafter == LOOKUP
+
+
 def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
     shared = known_costs()
     teach(shared, 9, 12)

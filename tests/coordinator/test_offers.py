@@ -81,6 +81,23 @@ def test_a_target_that_offers_nothing_is_left_to_decode_plainly() -> None:
     assert session.plans.count(RESTING) > 0.8 * len(session.plans)
 
 
+def test_trials_that_nothing_comes_of_lose_time_as_well() -> None:
+    """The round that follows was not answered together with others: here it takes twice as long."""
+    shared = known_costs()
+    Session(shared, 0, offers=False).run(600)
+    chooser, num_trials = Session(shared, 0).chooser, 0
+    assert chooser._offers
+    for number in range(600):
+        plan = chooser.choose(ROOM)
+        is_after_trial = chooser._offers.is_trial
+        chooser.next_round(plan, ROOM)
+        if plan == RESTING:
+            assert (chooser.num_foreseen(plan) == 1) == (chooser._offers.is_trial or not chooser._rest.num_left)
+        num_trials += chooser._offers.is_trial
+        chooser.observe(RoundOutcome(plan, 0, (), 0.0, 0.7 * (1 + is_after_trial), has_prefill=not number))
+    assert 0 < num_trials < 2 * OFFERING_SHARE * 600
+
+
 def test_a_session_at_rest_weighs_now_and_then_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     session = Session(known_costs(), 0).run(600)
     weigh, weighed, num_plans = PlanChooser._next_round, [], len(session.plans)

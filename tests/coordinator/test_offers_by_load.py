@@ -16,7 +16,7 @@ def played(offers: Offers, shared: SharedStatistics, num_sessions: int, num_acce
         offers.begin_round()
         offers.next(Estimate(PLAIN, 1.0, 1.0), 1.03)
         offers.observe(4, 4, range(num_accepted))
-        offers.observe_time(1.0, 1 + num_accepted, is_offered=True)
+        offers.observe_time(1.0, 1 + num_accepted)
 
 
 def test_offers_to_few_sessions_promise_nothing_for_many() -> None:
@@ -42,7 +42,7 @@ def test_an_offer_is_counted_at_the_load_at_which_it_was_asked_for() -> None:
         shared.costs.observe_score(0, 1.0, 8, None)
         offers.next(Estimate(PLAIN, 1.0, 1.0), 1.03)
         offers.observe(4, 4, range(3))
-        offers.observe_time(1.0, 4, is_offered=True)
+        offers.observe_time(1.0, 4)
     among_many = offers.best.num_tokens
     shared.costs.observe_score(0, 1.0, 1, None)
     assert offers.best.num_tokens > among_many + 1

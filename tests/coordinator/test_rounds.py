@@ -1,13 +1,15 @@
 """The loop: what is committed when, what ends it, that commits are awaited, and who gets the observations."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
 
 from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.plans import MIN_FOUND, NOTHING, PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, Round
@@ -23,6 +25,7 @@ from coordinator.rounds import (
 )
 from specdec.errors import FencedError, UnavailableError
 from specdec.exact.acceptance import TokenRule
+from specdec.exact.lookup import Match, TextLookup
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.types import FinishReason, SamplingParams, TokenOrigin
 from tests.support.toy_coordinator import until
@@ -594,6 +597,36 @@ async def test_rounds_do_not_wait_for_another_one_than_was_answered() -> None:
     assert rounds.trace.events.index(("commit", 0)) < rounds.trace.events.index(("score", 3))
     assert len(rounds.trace.committed[0].emitted) == 2
     assert len(rounds.tokens) == 24
+
+
+class LooksUp(PlanChooser):
+    """Rests, and drafts what was looked up in every second round."""
+
+    num_rounds = 0
+
+    def choose(
+        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
+    ) -> DraftPlan:
+        self.num_rounds += 1
+        room = min(2, remaining_tokens - 1)
+        return DraftPlan(LOOKUP, room, observes=False) if self.num_rounds % 2 and room else RESTING
+
+
+class FindsTheBeginning(TextLookup):
+    """Finds that the text goes on as it began."""
+
+    def find(self, text: Sequence[int]) -> Match:
+        return Match(position=1, num_tokens=3)
+
+
+async def test_what_is_looked_up_is_answered_with_others() -> None:
+    rounds, _ = together()
+    rounds.chooser = LooksUp(SharedStatistics(), [TOY], 8, looks_up=True)
+    parts = RoundParts({TOY: rounds.drafter}, rounds.scorer, TokenRule(), rounds.chooser, lookup=FindsTheBeginning())
+    await run_rounds(rounds.generation, parts, rounds.publish)
+    statistics = rounds.generation.statistics
+    assert statistics.num_draft_tokens > statistics.num_rounds / 2
+    assert len(rounds.trace.committed) == math.ceil(statistics.num_rounds / 3)
 
 
 async def plain_tokens() -> list[int]:

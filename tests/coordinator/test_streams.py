@@ -19,10 +19,13 @@ from coordinator.pool.resolving import resolver
 from coordinator.pool.watching import watching
 from coordinator.rounds import ScoreOptions
 from coordinator.streams import SessionOpening
-from coordinator.target import TargetWorkers, target_watch
+from coordinator.target import TargetWorkers, _shares, target_watch
 from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
+from specdec.exact import codec
 from specdec.exact.lookup import NextRound
-from specdec.exact.values import ObservationRequest, Proposal
+from specdec.exact.prefix import chain_draft
+from specdec.exact.tree import chain_parents, children_of, union
+from specdec.exact.values import ObservationRequest, Proposal, SparseDistribution, one_hot
 from specdec.retry import RetryPolicy
 from specdec.serving.channels import open_worker_channel
 from specdec.serving.model_worker import MAX_FAILED_FORWARDS
@@ -32,6 +35,7 @@ from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.settings import TargetSettings
 
 SESSION = SessionOpening("session", 3, SamplingParams(seed=1), 2, lambda length: f"digest of {length}".encode())
+PLAIN = Proposal()
 Answer = Callable[[int, target_pb2.Score], target_pb2.ScoreResponse]
 
 
@@ -72,10 +76,19 @@ class Scripted(target_pb2_grpc.TargetServiceServicer):
 
 
 def well_answered(score: target_pb2.Score, cached_len: int | None = None) -> target_pb2.ScoreResponse:
-    """Answer a plain round with token 7."""
+    """Answer a round with token 7, whatever its draft."""
     held = score.start + len(score.tokens) if cached_len is None else cached_len
-    mass, token = np.array([1.0], "<f4").tobytes(), np.array([7], "<u4").tobytes()
-    return target_pb2.ScoreResponse(tail_mass=mass, tail_tokens=token, cached_len=held, round=score.round)
+    num_drafted, supports = len(score.draft_tokens), codec.draft_supports_from_proto(score)
+    children = children_of(codec.checked_parents(score.parents, num_drafted) or chain_parents(num_drafted))
+    num_supported = sum(len(union(supports[child] for child in each)) for each in children)
+    mass, tokens = np.ones(num_drafted + 1, "<f4").tobytes(), np.full(num_drafted + 1, 7, "<u4").tobytes()
+    return target_pb2.ScoreResponse(
+        support_probs=np.zeros(num_supported, "<f4").tobytes(),
+        tail_mass=mass,
+        tail_tokens=tokens,
+        cached_len=held,
+        round=score.round,
+    )
 
 
 @asynccontextmanager
@@ -180,7 +193,22 @@ def follower(length: int, token: int, digest: bytes | None = None, mass: float =
     return answer
 
 
+def tree(*tokens: int, parents: tuple[int, ...] = ()) -> Proposal:
+    """Return tokens that were chosen."""
+    return Proposal(tokens, tuple(map(one_hot, tokens)), parents)
+
+
+def drafted(length: int, draft: Proposal, offer: Proposal = PLAIN) -> target_pb2.ScoreResponse:
+    """Return the answer to a round that has a draft, with what is offered for the next one."""
+    answer = well_answered(codec.score_to_proto(length - 1, [1], draft), cached_len=length)
+    answer.prefix_digest = chain_draft(SESSION.prefix_digest(length), draft.tokens, draft.tree)
+    answer.offer.draft_tokens.extend(offer.tokens)
+    answer.offer.parents.extend(offer.parents)
+    return answer
+
+
 TOGETHER = ScoreOptions(observes=False, next_round=NextRound(plain=True), num_rounds=3)
+OFFERED = replace(TOGETHER, next_round=NextRound(plain=True, num_offered=2))
 LOOKED_AT = ObservationRequest(num_top_tokens=2)
 
 
@@ -198,6 +226,27 @@ async def test_rounds_that_were_answered_with_another_one_are_not_asked_for() ->
         assert last.scores.positions[0].tail_token == 7, "asked for: the worker knows the others"
 
 
+async def test_rounds_with_drafts_are_among_them() -> None:
+    """What is offered for the next round comes with each."""
+    branches = tree(5, 6, parents=(0, 0))
+    async with served(Scripted(several(drafted(3, tree(4)), drafted(4, tree(8, 9), branches)))) as workers:
+        scorer = workers.open(SESSION, 10)
+        assert (await scorer.score([1, 2], Proposal(), OFFERED)).num_more == 2
+        looked_up = await scorer.score([1, 2, 7], tree(4), OFFERED)
+        assert (len(looked_up.scores.positions), len(looked_up.offer), looked_up.num_more) == (2, 0, 1)
+        offered = await scorer.score([1, 2, 7, 4], tree(8, 9), OFFERED)
+        assert (len(offered.scores.positions), offered.offer, offered.num_more) == (3, branches, 0)
+
+
+async def test_rounds_that_are_answered_together_take_their_forwards_share() -> None:
+    """As far as each of them is told."""
+    short, long, untold = follower(3, 8), follower(3, 8), follower(3, 8)
+    short.timing.forward_s, long.timing.forward_s = 0.5, 1.5
+    short.timing.num_forward_tokens = long.timing.num_forward_tokens = 1
+    assert _shares([short, long]) == [0.25, 0.75]
+    assert _shares([short, long, untold]) == [1 / 3] * 3
+
+
 @pytest.mark.parametrize(
     ("following", "committed", "proposal", "observes"),
     [
@@ -205,8 +254,23 @@ async def test_rounds_that_were_answered_with_another_one_are_not_asked_for() ->
         (follower(4, 8), [1, 2, 7], Proposal(), False),
         (follower(3, 8), [1, 2, 7, 8], Proposal(), False),
         (follower(3, 8), [1, 2, 7], Proposal(), True),
+        (follower(3, 8), [1, 2, 7], tree(4), False),
+        (drafted(3, tree(4)), [1, 2, 7], Proposal(), False),
+        (drafted(3, tree(4, 5)), [1, 2, 7], tree(4, 6), False),
+        (drafted(3, tree(4, 5)), [1, 2, 7], tree(4, 5, parents=(0, 0)), False),
+        (drafted(3, tree(4)), [1, 2, 7], Proposal((4,), (SparseDistribution((4, 5), (0.5, 0.5)),)), False),
     ],
-    ids=["of another text", "of another length", "for a round that does not come", "without what is to be observed"],
+    ids=[
+        "of another text",
+        "of another length",
+        "for a round that does not come",
+        "without what is to be observed",
+        "without a draft",
+        "with a draft",
+        "with another draft",
+        "with another tree",
+        "with a draft that was chosen, not drawn",
+    ],
 )
 async def test_an_answer_is_not_used(
     following: target_pb2.ScoreResponse, committed: list[int], proposal: Proposal, observes: bool
@@ -222,8 +286,13 @@ async def test_an_answer_is_not_used(
 
 @pytest.mark.parametrize(
     "following",
-    [[follower(3, 8)] * 3, [follower(3, 10)], [follower(3, 8, mass=math.nan)]],
-    ids=["more than were asked for", "a token that does not exist", "no probability"],
+    [
+        [follower(3, 8)] * 3,
+        [follower(3, 10)],
+        [follower(3, 8, mass=math.nan)],
+        [drafted(3, Proposal(), tree(4))],
+    ],
+    ids=["more than were asked for", "a token that does not exist", "no probability", "an offer that nobody asked for"],
 )
 async def test_a_worker_that_answers_nonsense_of_what_follows_is_left(
     following: list[target_pb2.ScoreResponse],

@@ -1,5 +1,6 @@
 """Target streams of tests: values of their answers, and what scores must be."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 
 from specdec.exact import codec
 from specdec.exact.acceptance import RULES
+from specdec.exact.prefix import chain, chain_draft
 from specdec.exact.randomness import Key, Purpose, acceptance_uniforms, uniform
 from specdec.exact.values import Proposal, Scores, SparseDistribution
 from specdec.types import AcceptanceRuleName, SamplingParams
@@ -67,6 +69,9 @@ class Rounds:
     answers: list[pb.ScoreResponse] = field(default_factory=list)
     num_accepted: int = 0
     vocab_size: int = NUM_TOKENS
+    num_together: int = 1  # rounds that may be answered together
+    answered: deque[pb.ScoreResponse] = field(default_factory=deque)  # with another round
+    num_messages: int = 0
 
     async def run(self, num_rounds: int) -> None:
         """Run so many rounds."""
@@ -79,9 +84,7 @@ class Rounds:
 
     async def round(self, draft: Proposal) -> None:
         """Run one round."""
-        message = codec.score_to_proto(self.start, self.text[self.start :], draft)
-        message.next_round.CopyFrom(self.next_round)
-        answer = await self.stream.ask(pb.ScoreRequest(score=message))
+        answer = self._known(draft) if self.answered else await self._asked(draft)
         self.start = len(self.text)
         assert answer.cached_len == self.start
         self.drafts.append(draft)
@@ -93,3 +96,19 @@ class Rounds:
         self.num_accepted += len(verdict.path)
         self.text += [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
         self.offer = codec.offer_from_proto(answer.offer, self.next_round.num_offered, self.vocab_size)
+
+    def _known(self, draft: Proposal) -> pb.ScoreResponse:
+        """Return the answer that came with another one, which must be that to this round."""
+        answer = self.answered.popleft()
+        assert answer.prefix_digest == chain_draft(chain(b"", self.text), draft.tokens, draft.tree)
+        self.stream.text[:] = self.text
+        return answer
+
+    async def _asked(self, draft: Proposal) -> pb.ScoreResponse:
+        message = codec.score_to_proto(self.start, self.text[self.start :], draft)
+        message.next_round.CopyFrom(self.next_round)
+        message.num_rounds = self.num_together
+        self.num_messages += 1
+        answer = await self.stream.ask(pb.ScoreRequest(score=message))
+        self.answered.extend(answer.following)
+        return answer

@@ -125,9 +125,8 @@ async def test_no_round_is_scored_twice_where_time_is_up(
         {"num_rounds": 1},
         {"num_rounds": 9, "next_round": pb.NextRound(max_length=99)},
         {"num_rounds": 9, "next_round": pb.NextRound(plain=True, max_length=len(PROMPT) + 1)},
-        {"num_rounds": 9, "next_round": pb.NextRound(plain=True, num_offered=3, learns=True)},
     ],
-    ids=["one is asked for", "nobody knows what follows", "nothing follows", "a draft may follow"],
+    ids=["one is asked for", "nobody knows what follows", "nothing follows"],
 )
 async def test_one_round_is_answered_alone_where(
     channel: grpc.aio.Channel, names: Iterator[str], fields: dict[str, object]
@@ -216,6 +215,7 @@ LOOKED_UP = {
 
 
 @in_module_loop
+@pytest.mark.parametrize("num_together", [1, 8])
 @pytest.mark.parametrize("rule", AcceptanceRuleName)
 @pytest.mark.parametrize("name", LOOKED_UP)
 async def test_what_is_looked_up_is_scored_ahead(
@@ -225,18 +225,22 @@ async def test_what_is_looked_up_is_scored_ahead(
     counted: Callable[[], tuple[float, float]],
     name: str,
     rule: AcceptanceRuleName,
+    num_together: int,
 ) -> None:
     """Whatever each round commits: nothing, a part or all of its draft."""
     expected = looking(without, next(names), LOOKED_UP[name], rule)
     await expected.run(30)
     assert counted() == (0, 0)
     session = looking(channel, next(names), LOOKED_UP[name], rule)
+    session.num_together = num_together
     await session.run(30)
     await session.stream.close()
     assert session.text == expected.text
     assert list(map(values, session.answers)) == list(map(values, expected.answers))
-    assert counted() == (30, 29), "only the last one was not asked for"
+    num_begun = 30 + len(session.answered)
+    assert counted() == (num_begun, num_begun - 1), "only the last one was not asked for"
     assert session.num_accepted > 0
+    assert (session.num_messages == 30) == (num_together == 1)
 
 
 @in_module_loop

@@ -42,6 +42,7 @@ def session(
 
 
 @in_module_loop
+@pytest.mark.parametrize("num_together", [1, 8])
 @pytest.mark.parametrize("rule", AcceptanceRuleName)
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_offers_are_scored_as_any_other_draft(
@@ -51,11 +52,15 @@ async def test_offers_are_scored_as_any_other_draft(
     counted: Callable[[], tuple[float, float]],
     name: str,
     rule: AcceptanceRuleName,
+    num_together: int,
 ) -> None:
     offered = session(channel, next(names), SAMPLINGS[name], rule)
+    offered.num_together = num_together
     await offered.run(25)
     await offered.stream.close()
-    assert counted() == (25, 24), "only the last one was not asked for"
+    num_begun = 25 + len(offered.answered)
+    assert counted() == (num_begun, num_begun - 1), "only the last one was not asked for"
+    assert (offered.num_messages == 25) == (num_together == 1)
     assert offered.num_accepted > 0
     assert any(not draft.is_chain for draft in offered.drafts)
     again = session(without, next(names), SAMPLINGS[name], rule)

@@ -1,6 +1,7 @@
 """A head of the target worker's own: it drafts what that offers, from the states where they are computed."""
 
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,7 @@ def rounds(channel: grpc.aio.Channel, name: str, sampling: SamplingParams, asked
 
 
 @in_module_loop
+@pytest.mark.parametrize("num_together", [1, 8])
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_offers_are_scored_as_any_other_draft(
     with_head: tuple[str, grpc.aio.Channel],
@@ -82,11 +84,15 @@ async def test_offers_are_scored_as_any_other_draft(
     names: Iterator[str],
     counted: Callable[[], tuple[float, float]],
     name: str,
+    num_together: int,
 ) -> None:
     offered = rounds(with_head[1], next(names), SAMPLINGS[name])
+    offered.num_together = num_together
     await offered.run(NUM_ROUNDS)
     await offered.stream.close()
-    assert counted() == (NUM_ROUNDS, NUM_ROUNDS - 1), "only the last one was not asked for"
+    num_begun = NUM_ROUNDS + len(offered.answered)
+    assert counted() == (num_begun, num_begun - 1), "only the last one was not asked for"
+    assert (offered.num_messages == NUM_ROUNDS) == (num_together == 1)
     assert sum(map(len, offered.drafts)) > NUM_ROUNDS
     again = rounds(without, next(names), SAMPLINGS[name])
     for draft in offered.drafts:
@@ -318,18 +324,24 @@ def test_each_session_of_a_forward_gets_its_own_draft() -> None:
 
 @pytest.mark.parametrize("was_worth", [None, False, True])
 @pytest.mark.parametrize("num_offered", [0, 4])
-def test_what_a_head_makes_needless_is_left_out(was_worth: bool | None, num_offered: int) -> None:
+async def test_what_a_head_makes_needless_is_left_out(
+    was_worth: bool | None, num_offered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where it drafts nobody is told of the most probable tokens; only where it may draft another thread is asked."""
     offers = SessionOffers(head_session(), None)
     head = None if was_worth is None else cast(OwnHead, SimpleNamespace(was_worth=was_worth))
     engine = cast(EngineLoop[ScoreTask], SimpleNamespace(follow=lambda previous, task: None))
+    looked_on = list[str]()  # threads
+    monkeypatch.setattr(AheadTask, "look", lambda ahead, previous: looked_on.append(threading.current_thread().name))
     ahead = ScoringAhead(engine, None, lambda: offers)
-    assert not ahead.may_draft
     task = scored(torch.zeros(0), 6, [], Watch(), num_tokens=4)
     ahead.begin(task, Watch(), NextRound(plain=True, num_offered=num_offered, learns=True), head)
     assert task.offers is offers
     assert task.reports_to is (None if was_worth else offers)
-    assert ahead.may_draft == (head is not None and num_offered > 0)
+    await ahead.note_scored(task)
+    is_own = looked_on == [threading.current_thread().name]
+    assert is_own == (head is None or not num_offered)
+    assert len(looked_on) == 1
 
 
 def scored(states_at: torch.Tensor, start: int, draft: Sequence[int], watch: Watch, num_tokens: int) -> ScoreTask:
