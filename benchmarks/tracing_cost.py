@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -65,6 +66,9 @@ async def measured_us(kind: str) -> float:
             before = TargetDistribution((0.6, 0.3), 0.1, 3)
             after = TargetDistribution((), 1.0, 4)
             return Scored(Scores((*[before] * len(proposal), after)), 0.001)
+
+        def known(self, committed: Sequence[int], proposal: Proposal) -> None:
+            """Return nothing: each round is asked for."""
 
     async def commit(played: Round) -> None:
         """Commit at once."""

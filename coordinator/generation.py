@@ -46,6 +46,7 @@ class Round:
     finish: FinishReason | None
     statistics: Statistics  # after it; commit_s and total_s are the committer's to add
     drafter: str = NO_DRAFTER  # that proposed in it
+    joined: "tuple[Round, ...]" = ()  # rounds that it is made of; empty: it is one
 
 
 @dataclass(frozen=True, slots=True)

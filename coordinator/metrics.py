@@ -74,6 +74,13 @@ PHASE_S = Histogram("specdec_round_phase_seconds", "Phases of a round", ["phase"
 
 def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
     """Count a committed round, or some that were committed together; `before` are the session's statistics up to it."""
+    for each in played.joined or (played,):
+        _observe_one(before, each)
+        before = each.statistics
+    _phase("commit").observe(commit_s, spans.current().exemplar())
+
+
+def _observe_one(before: Statistics, played: Round) -> None:
     after, exemplar = played.statistics, spans.current().exemplar()
     num_drafted = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
@@ -84,20 +91,16 @@ def observe_round(before: Statistics, played: Round, commit_s: float) -> None:
         NUM_ACCEPTED_TOKENS.inc(num_accepted)
         _phase("draft").observe(draft_s, exemplar)
     num_rounds, num_draft_tokens, num_accepted_tokens, num_tokens = _of_drafter(played.drafter)
-    num_played = after.num_rounds - before.num_rounds
-    num_rounds.inc(num_played)
+    num_rounds.inc()
     num_draft_tokens.inc(num_drafted)
     num_accepted_tokens.inc(num_accepted)
     num_tokens.inc(len(played.emitted))
     for position in range(num_accepted):
         _accepted_at(position).inc()
-    NUM_ROUNDS.inc(num_played)
+    NUM_ROUNDS.inc()
     NUM_TOKENS.inc(len(played.emitted))
-    for _ in range(num_played):
-        _phase("score").observe(score_s / num_played, exemplar)
-    _phase("commit").observe(commit_s, exemplar)
-    for _ in range(num_played):
-        TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted), exemplar)
+    _phase("score").observe(score_s, exemplar)
+    TIME_PER_OUTPUT_TOKEN_S.observe((draft_s + score_s) / len(played.emitted), exemplar)
 
 
 # a metric's child by its labels is looked up once: that takes longer than to count

@@ -59,6 +59,7 @@ class Before:
     num_new: int = 0  # tokens that it committed; 0: there was none
     offer: Proposal = field(default_factory=Proposal)  # of the target
     num_answered: int = 0  # rounds that follow whose answers are here
+    has_prefill: bool = False  # it read more than rounds do, and so did those that were answered with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,10 @@ class RoundScorer(Protocol):
 
         The same call has the same answer, whatever the options say of observations and of the next round.
         """
+        ...
+
+    def known(self, committed: Sequence[int], proposal: Proposal) -> Scored | None:
+        """Return the answer to a round that observes nothing, if it came with the one before it: see `num_more`."""
         ...
 
 
@@ -207,7 +212,13 @@ def joined_rounds(together: Sequence[Round]) -> Round:
         return together[0]
     first, last = together[0], together[-1]
     emitted = tuple(token for played in together for token in played.emitted)
-    return replace(last, base_length=first.base_length, base_digest=first.base_digest, emitted=emitted)
+    return replace(
+        last,
+        base_length=first.base_length,
+        base_digest=first.base_digest,
+        emitted=emitted,
+        joined=tuple(together),
+    )
 
 
 async def _settled(committing: asyncio.Future[None]) -> None:
@@ -313,17 +324,17 @@ async def run_round(
     await comparing.wait()
     available = AvailableDrafters(parts.drafters)
     match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
-    chosen = parts.chooser.choose(generation.remaining_tokens, available, Found(match, len(offer)))
-    if before.num_answered and not _is_foreseen(chosen, parts):
-        before.num_answered = 0
-        await commit()
+    found = Found(match, len(offer), is_foreseen=before.num_answered > 0)
+    chosen = parts.chooser.choose(generation.remaining_tokens, available, found)
     plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match, offer)
     proposal = drafted.proposal
     comparing.begin(chosen, available, generation.committed)
     if missed:
         parts.chooser.observe_unused(missed.plan, missed.proposal, len(generation.committed))
-    options = ScoreOptions(plan.observes) if before.num_answered else _options(generation, parts, plan, before)
-    scored = await parts.scorer.score(generation.committed, proposal, options)
+    scored = parts.scorer.known(generation.committed, proposal) if before.num_answered else None
+    if scored is None:
+        scored = await _scored(generation, parts, plan, proposal, before, commit)
+        before.has_prefill = not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
     before.num_new, before.offer, before.num_answered = len(finished_round.emitted), scored.offer, scored.num_more
@@ -337,7 +348,7 @@ async def run_round(
             draft_s=0.0 if drafted.has_failed else drafted.elapsed_s,
             score_s=scored.elapsed_s,
             num_sessions=scored.num_sessions,
-            has_prefill=not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP,
+            has_prefill=before.has_prefill,
             other_s=max(0.0, parts.outside.now_s() - begin - drafting_s - waited_s),
             missed=missed,
             forward=scored.forward,
@@ -346,9 +357,18 @@ async def run_round(
     return finished_round
 
 
-def _is_foreseen(chosen: DraftPlan, parts: RoundParts) -> bool:
-    """Return whether the target may have answered a round already: it knows the draft, and observes nothing."""
-    return chosen.drafter in (None, LOOKUP, OFFER) and not (chosen.observes and parts.drafters)
+async def _scored(
+    generation: Generation,
+    parts: RoundParts,
+    plan: DraftPlan,
+    proposal: Proposal,
+    before: Before,
+    commit: Callable[[], Awaitable[None]],
+) -> Scored:
+    """Ask the target for a round's scores, and tell it what follows."""
+    if before.num_answered:
+        await commit()
+    return await parts.scorer.score(generation.committed, proposal, _options(generation, parts, plan, before))
 
 
 def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before: Before) -> ScoreOptions:

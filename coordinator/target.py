@@ -120,7 +120,6 @@ class TargetWorkers:
             self.loads,
             self._outside,
             session.prefix_digest,
-            bool(observations),
         )
 
     def _in_progress(self, reply: target_pb2.ScoreResponse) -> bool:
@@ -155,11 +154,9 @@ class SessionScorer:
         loads: ReportedLoads | None = None,
         outside: Outside = REAL,
         prefix_digest: Callable[[int], bytes] = lambda length: b"",
-        is_observed: bool = True,
     ) -> None:
-        """`prefix_digest` gives the digest of so many committed tokens; `is_observed`: the session's drafters asked."""
+        """`prefix_digest` gives the digest of so many committed tokens."""
         self._stream = stream
-        self._is_observed = is_observed
         self._prefix_digest = prefix_digest
         self._answered = deque[Answered]()  # to the rounds that follow, in order
         self._loads = loads or ReportedLoads(outside)
@@ -179,10 +176,9 @@ class SessionScorer:
         when patience is at an end. Rounds that fail inside workers are asked up to MAX_INTERNAL_ERRORS times.
         """
         begin, failures = self._outside.now_s(), Counter[type[SpecdecError]]()
+        self._answered.clear()
         while True:
             try:
-                if known := self._known(committed, proposal, options):
-                    return known
                 return await self._score(committed, proposal, options)
             except RETRIED as error:
                 failures[type(error)] += 1
@@ -192,19 +188,26 @@ class SessionScorer:
                     raise self._given_up(error, has_text=len(committed) > self._num_prompt_tokens) from error
                 await asyncio.sleep(pause_s)
 
-    def _known(self, committed: Sequence[int], proposal: Proposal, options: ScoreOptions) -> Scored | None:
+    def known(self, committed: Sequence[int], proposal: Proposal) -> Scored | None:
         """Return the answer to a round that came with the one before it, if this is the round that was expected.
 
-        Raises UnavailableError.
+        A worker whose answer is none is left.
         """
         if not self._answered:
             return None
+        try:
+            return self._known(committed, proposal)
+        except UnavailableError:  # the worker was left
+            return None
+
+    def _known(self, committed: Sequence[int], proposal: Proposal) -> Scored | None:
         answered, length = self._answered.popleft(), len(committed)
         reply = answered.reply
-        if (options.observes and self._is_observed) or not self._is_of_round(reply, length, proposal):
-            self._answered.clear()
+        if not self._is_of_round(reply, length, proposal):
             return None
         with self._checking():
+            if reply.HasField("observations"):
+                raise codec.MalformedReply("observations that nobody asked for")
             scores = self._scores(reply, proposal)
             offer = codec.offer_from_proto(reply.offer, answered.num_offered, self._vocab_size)
         metrics.observe_worker("score", reply.timing)

@@ -97,6 +97,8 @@ class PlanChooser:
         `available` are the drafters whose workers answer; None: all.
         """
         self._match, num_offered = found.match, found.num_offered
+        if found.is_foreseen:
+            return self._foreseen(remaining_tokens, num_offered)
         has_begun, self._has_begun = self._has_begun, True
         if has_begun and (looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum))):
             self._trial = None
@@ -125,6 +127,21 @@ class PlanChooser:
         if unknown or not self._costs.knows_scoring:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
+
+    def _foreseen(self, remaining_tokens: int, num_offered: int) -> DraftPlan:
+        """Return the plan that the target was told of, whatever has been learned since.
+
+        The load by which a rest might end was measured after later draws, which this plan must not depend on.
+        """
+        self._trial = None
+        drafts_lookup = any(self._draft_lengths)
+        if drafts_lookup and (looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum))):
+            return replace(looked_up, observes=False)
+        self._note_offer(num_offered)
+        self._rest.count()
+        if 0 < num_offered < remaining_tokens:
+            return DraftPlan(OFFER, self._num_offered, observes=False)
+        return RESTING if self._acceptance else PLAIN
 
     def _note_offer(self, num_offered: int) -> None:
         """Take note of how many draft tokens the target has offered for a round that begins."""

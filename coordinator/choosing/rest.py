@@ -53,8 +53,12 @@ class Rest:
         if not 1 / CHANGED_LOAD <= num_sessions / self._num_sessions <= CHANGED_LOAD:
             self._left, self._length = 0, FIRST_REST
             return False
-        self._left -= 1
+        self.count()
         return True
+
+    def count(self) -> None:
+        """Count a round of a rest, whatever the load."""
+        self._left = max(0, self._left - 1)
 
     def observe(self, is_plain: bool, num_rounds: int = AWAKE_ROUNDS) -> None:
         """Note whether plain decoding was best in a round awake.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from specdec.exact.tree import chain_parents
 
 DIGEST_BYTES = 16
+NO_TOKEN = (1 << 32) - 1
 MARK_TOKENS = 64  # between two digests that are kept, 0.8 bytes a token; any other is found in 50 us
 
 
@@ -23,9 +24,9 @@ def chain(digest: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def chain_draft(digest: bytes, draft_tokens: Sequence[int], tree: Sequence[int]) -> bytes:
-    """Extend a text's digest by the draft of a round: its tokens, and their parents [N] where these are no chain."""
+    """Extend a text's digest by the draft of a round: its tokens; if these are no chain, NO_TOKEN and the tree too."""
     is_chain = tuple(tree) == chain_parents(len(draft_tokens))
-    return chain(digest, draft_tokens if is_chain else (*draft_tokens, *tree))
+    return chain(digest, draft_tokens if is_chain else (*draft_tokens, NO_TOKEN, *tree))
 
 
 class PrefixChain:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
+from prometheus_client import REGISTRY
 
+from coordinator import metrics
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.plans import MIN_FOUND, NOTHING, PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.generation import Generation, Limits, Round
+from coordinator.generation import NO_DRAFTER, Generation, Limits, Round
 from coordinator.rounds import (
     DEFAULT_OPTIONS,
     MAX_TOGETHER,
@@ -27,7 +29,7 @@ from specdec.errors import FencedError, UnavailableError
 from specdec.exact.acceptance import TokenRule
 from specdec.exact.lookup import Match, TextLookup
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
-from specdec.types import FinishReason, SamplingParams, TokenOrigin
+from specdec.types import FinishReason, SamplingParams, Statistics, TokenOrigin
 from tests.support.toy_coordinator import until
 from tests.support.toys import (
     TOY,
@@ -527,10 +529,19 @@ class AnswersTogether(TracedScorer):
     """Says with every third round that the answers to the next two are here; records what it was asked for."""
 
     asked: list[tuple[int, bool]] = field(default_factory=list)  # rounds that may be answered; is the next one told of
+    forgets: bool = False  # it knows none of the answers that it said were here
 
     async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         self.asked.append((options.num_rounds, options.next_round is not None))
-        scored = await TracedScorer.score(self, committed, proposal, options)
+        return self._counted(await TracedScorer.score(self, committed, proposal, options))
+
+    def known(self, committed: Sequence[int], proposal: Proposal) -> Scored | None:
+        if self.forgets:
+            return None
+        self.asked.append((1, False))
+        return self._counted(self.scored(committed, proposal))
+
+    def _counted(self, scored: Scored) -> Scored:
         return replace(scored, num_more=2 - (len(self.asked) - 1) % 3)
 
 
@@ -578,25 +589,29 @@ async def test_only_rounds_of_a_rest_may_be_answered_together() -> None:
     assert {num_rounds for num_rounds, _ in scorer.asked} == {1, MAX_TOGETHER}
 
 
-class RestsAtFirst(PlanChooser):
-    """Rests for the first two rounds, then drafts."""
-
-    num_rounds = 0
-
-    def choose(
-        self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
-    ) -> DraftPlan:
-        self.num_rounds += 1
-        return RESTING if self.num_rounds <= 2 else DraftPlan(TOY, min(2, remaining_tokens - 1))
-
-
-async def test_rounds_do_not_wait_for_another_one_than_was_answered() -> None:
-    rounds, _ = together()
-    rounds.chooser = RestsAtFirst(SharedStatistics(), [TOY], 8)
+async def test_rounds_do_not_wait_for_an_answer_that_is_not_here() -> None:
+    rounds, scorer = together()
+    rounds.chooser = PlanChooser(SharedStatistics(), [TOY], 8)
+    rounds.chooser._rest.begin_long()
+    scorer.forgets = True
     await rounds.run()
-    assert rounds.trace.events.index(("commit", 0)) < rounds.trace.events.index(("score", 3))
-    assert len(rounds.trace.committed[0].emitted) == 2
-    assert len(rounds.tokens) == 24
+    assert rounds.tokens == await plain_tokens()
+    assert rounds.trace.events.index(("commit", 0)) < rounds.trace.events.index(("score", 2))
+    assert [len(played.emitted) for played in rounds.trace.committed] == [1] * 24
+    assert all(is_told for _, is_told in scorer.asked[:-1]), "the target is told what follows, as in any other round"
+
+
+async def test_what_was_foreseen_is_kept_to() -> None:
+    """Whatever the load is now: it was measured after later draws."""
+    shared = SharedStatistics()
+    chooser = PlanChooser(shared, [TOY], 8)
+    chooser._rest.begin_long()
+    assert chooser.choose(100) == RESTING
+    left = chooser._rest.num_left
+    shared.costs.num_sessions = 50
+    assert chooser.choose(100, found=Found(is_foreseen=True)) == RESTING
+    assert chooser._rest.num_left == left - 1
+    assert chooser.choose(100) != RESTING
 
 
 class LooksUp(PlanChooser):
@@ -619,14 +634,26 @@ class FindsTheBeginning(TextLookup):
         return Match(position=1, num_tokens=3)
 
 
+def counted(name: str, drafter: str) -> float:
+    return REGISTRY.get_sample_value(f"specdec_{name}_total", {"drafter": drafter}) or 0.0
+
+
 async def test_what_is_looked_up_is_answered_with_others() -> None:
+    """And each round is counted for its own drafter."""
     rounds, _ = together()
+    before = {drafter: counted("drafter_tokens", drafter) for drafter in (NO_DRAFTER, LOOKUP)}
     rounds.chooser = LooksUp(SharedStatistics(), [TOY], 8, looks_up=True)
     parts = RoundParts({TOY: rounds.drafter}, rounds.scorer, TokenRule(), rounds.chooser, lookup=FindsTheBeginning())
     await run_rounds(rounds.generation, parts, rounds.publish)
     statistics = rounds.generation.statistics
     assert statistics.num_draft_tokens > statistics.num_rounds / 2
     assert len(rounds.trace.committed) == math.ceil(statistics.num_rounds / 3)
+    metrics.observe_round(Statistics(), rounds.trace.committed[0], 0.0)
+    played = rounds.trace.committed[0].joined
+    assert {each.drafter for each in played} == {NO_DRAFTER, LOOKUP}
+    for drafter in (NO_DRAFTER, LOOKUP):
+        tokens = sum(len(each.emitted) for each in played if each.drafter == drafter)
+        assert counted("drafter_tokens", drafter) - before[drafter] == tokens
 
 
 async def plain_tokens() -> list[int]:

@@ -17,7 +17,7 @@ from coordinator.checks import Checks
 from coordinator.choosing.plans import Forward
 from coordinator.pool.resolving import resolver
 from coordinator.pool.watching import watching
-from coordinator.rounds import ScoreOptions
+from coordinator.rounds import Scored, ScoreOptions
 from coordinator.streams import SessionOpening
 from coordinator.target import TargetWorkers, _shares, target_watch
 from specdec.errors import ContextTooShortError, FencedError, InternalError, UnavailableError
@@ -207,6 +207,17 @@ def drafted(length: int, draft: Proposal, offer: Proposal = PLAIN) -> target_pb2
     return answer
 
 
+def observed(answer: target_pb2.ScoreResponse) -> target_pb2.ScoreResponse:
+    """Return an answer with an observation."""
+    answer.observations.CopyFrom(types_pb2.Observations(count=1))
+    return answer
+
+
+def expected(scored: Scored | None) -> Scored:
+    assert scored is not None
+    return scored
+
+
 TOGETHER = ScoreOptions(observes=False, next_round=NextRound(plain=True), num_rounds=3)
 OFFERED = replace(TOGETHER, next_round=NextRound(plain=True, num_offered=2))
 LOOKED_AT = ObservationRequest(num_top_tokens=2)
@@ -218,7 +229,7 @@ async def test_rounds_that_were_answered_with_another_one_are_not_asked_for() ->
         first = await scorer.score([1, 2], Proposal(), TOGETHER)
         assert first.waited_s == pytest.approx(3 * first.elapsed_s)
         assert first.num_more == 2
-        scored = [await scorer.score([1, 2, 7, *more], Proposal(), TOGETHER) for more in ([], [8])]
+        scored = [expected(scorer.known([1, 2, 7, *more], Proposal())) for more in ([], [8])]
         assert [each.scores.positions[0].tail_token for each in scored] == [8, 9]
         facts = [(each.num_more, each.waited_s, each.elapsed_s, each.num_fed) for each in scored]
         assert facts == [(num_more, 0.0, first.elapsed_s, first.num_fed) for num_more in (1, 0)]
@@ -232,9 +243,9 @@ async def test_rounds_with_drafts_are_among_them() -> None:
     async with served(Scripted(several(drafted(3, tree(4)), drafted(4, tree(8, 9), branches)))) as workers:
         scorer = workers.open(SESSION, 10)
         assert (await scorer.score([1, 2], Proposal(), OFFERED)).num_more == 2
-        looked_up = await scorer.score([1, 2, 7], tree(4), OFFERED)
+        looked_up = expected(scorer.known([1, 2, 7], tree(4)))
         assert (len(looked_up.scores.positions), len(looked_up.offer), looked_up.num_more) == (2, 0, 1)
-        offered = await scorer.score([1, 2, 7, 4], tree(8, 9), OFFERED)
+        offered = expected(scorer.known([1, 2, 7, 4], tree(8, 9)))
         assert (len(offered.scores.positions), offered.offer, offered.num_more) == (3, branches, 0)
 
 
@@ -248,38 +259,39 @@ async def test_rounds_that_are_answered_together_take_their_forwards_share() -> 
 
 
 @pytest.mark.parametrize(
-    ("following", "committed", "proposal", "observes"),
+    ("following", "committed", "proposal"),
     [
-        (follower(3, 8, b"another text"), [1, 2, 7], Proposal(), False),
-        (follower(4, 8), [1, 2, 7], Proposal(), False),
-        (follower(3, 8), [1, 2, 7, 8], Proposal(), False),
-        (follower(3, 8), [1, 2, 7], Proposal(), True),
-        (follower(3, 8), [1, 2, 7], tree(4), False),
-        (drafted(3, tree(4)), [1, 2, 7], Proposal(), False),
-        (drafted(3, tree(4, 5)), [1, 2, 7], tree(4, 6), False),
-        (drafted(3, tree(4, 5)), [1, 2, 7], tree(4, 5, parents=(0, 0)), False),
-        (drafted(3, tree(4)), [1, 2, 7], Proposal((4,), (SparseDistribution((4, 5), (0.5, 0.5)),)), False),
+        (follower(3, 8, b"another text"), [1, 2, 7], Proposal()),
+        (follower(4, 8), [1, 2, 7], Proposal()),
+        (follower(3, 8), [1, 2, 7, 8], Proposal()),
+        (follower(3, 8), [1, 2, 7], tree(4)),
+        (drafted(3, tree(4)), [1, 2, 7], Proposal()),
+        (drafted(3, tree(4, 5)), [1, 2, 7], tree(4, 6)),
+        (drafted(3, tree(4, 5)), [1, 2, 7], tree(4, 5, parents=(0, 0))),
+        (drafted(3, tree(4, 5, 0, 0)), [1, 2, 7], tree(4, 5, parents=(0, 0))),
+        (drafted(3, tree(4)), [1, 2, 7], Proposal((4,), (SparseDistribution((4, 5), (0.5, 0.5)),))),
     ],
     ids=[
         "of another text",
         "of another length",
         "for a round that does not come",
-        "without what is to be observed",
         "without a draft",
         "with a draft",
         "with another draft",
         "with another tree",
+        "with a chain of a tree's numbers",
         "with a draft that was chosen, not drawn",
     ],
 )
 async def test_an_answer_is_not_used(
-    following: target_pb2.ScoreResponse, committed: list[int], proposal: Proposal, observes: bool
+    following: target_pb2.ScoreResponse, committed: list[int], proposal: Proposal
 ) -> None:
     servicer = Scripted(several(following, follower(5, 9)))
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10, LOOKED_AT)
         await scorer.score([1, 2], Proposal(), TOGETHER)
-        scored = await scorer.score(committed, proposal, replace(TOGETHER, observes=observes))
+        assert scorer.known(committed, proposal) is None
+        scored = await scorer.score(committed, proposal, TOGETHER)
         assert scored.scores.positions[0].tail_token == 7
         assert scored.num_more == 2, "it was asked for, and the worker answered as before"
 
@@ -291,8 +303,15 @@ async def test_an_answer_is_not_used(
         [follower(3, 10)],
         [follower(3, 8, mass=math.nan)],
         [drafted(3, Proposal(), tree(4))],
+        [observed(follower(3, 8))],
     ],
-    ids=["more than were asked for", "a token that does not exist", "no probability", "an offer that nobody asked for"],
+    ids=[
+        "more than were asked for",
+        "a token that does not exist",
+        "no probability",
+        "an offer that nobody asked for",
+        "observations that nobody asked for",
+    ],
 )
 async def test_a_worker_that_answers_nonsense_of_what_follows_is_left(
     following: list[target_pb2.ScoreResponse],
@@ -301,6 +320,7 @@ async def test_a_worker_that_answers_nonsense_of_what_follows_is_left(
     async with served(servicer) as workers:
         scorer = workers.open(SESSION, 10)
         await scorer.score([1, 2], Proposal(), TOGETHER)
+        assert scorer.known([1, 2, 7], Proposal()) is None
         scored = await scorer.score([1, 2, 7], Proposal(), TOGETHER)
         assert scored.scores.positions[0].tail_token == 7
     assert servicer.num_streams == 2

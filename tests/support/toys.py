@@ -255,6 +255,14 @@ class ToyScorer:
 
     async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
         """Return the target's answers at the N + 1 positions."""
+        return self.scored(committed, proposal)
+
+    def known(self, committed: Sequence[int], proposal: Proposal) -> Scored | None:
+        """Return nothing: each round is asked for."""
+        return None
+
+    def scored(self, committed: Sequence[int], proposal: Proposal) -> Scored:
+        """Return the answers, without waiting."""
         probs, outside = self.answer(tuple(committed), proposal)
         tokens, masses = (each.tolist() for each in draw_dense(outside, self.draws(len(committed), len(outside))))
         return Scored(Scores(tuple(map(TargetDistribution, probs, masses, tokens))), SCORE_S)

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import REGISTRY
 
+from target_service import ahead
 from tests.support.worker_streams import connected_target
 
 
@@ -23,6 +24,12 @@ async def without(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
     """A worker that scores nothing ahead."""
     async with connected_target(model_folder, score_ahead=False) as connected:
         yield connected
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rounds be answered together however long they take here."""
+    monkeypatch.setattr(ahead, "TOGETHER_S", 30.0)
 
 
 def count_of(name: str) -> float:

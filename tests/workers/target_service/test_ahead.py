@@ -68,6 +68,7 @@ async def test_answers_are_those_of_a_worker_that_scores_nothing_ahead(
 
 
 @in_module_loop
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_rounds_that_are_answered_together_are_those_one_by_one(
     channel: grpc.aio.Channel,
@@ -215,6 +216,7 @@ LOOKED_UP = {
 
 
 @in_module_loop
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("num_together", [1, 8])
 @pytest.mark.parametrize("rule", AcceptanceRuleName)
 @pytest.mark.parametrize("name", LOOKED_UP)

@@ -42,6 +42,7 @@ def session(
 
 
 @in_module_loop
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("num_together", [1, 8])
 @pytest.mark.parametrize("rule", AcceptanceRuleName)
 @pytest.mark.parametrize("name", SAMPLINGS)

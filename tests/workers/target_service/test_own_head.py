@@ -76,6 +76,7 @@ def rounds(channel: grpc.aio.Channel, name: str, sampling: SamplingParams, asked
 
 
 @in_module_loop
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("num_together", [1, 8])
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_offers_are_scored_as_any_other_draft(
