@@ -382,9 +382,7 @@ def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before:
         num_rounds = min(parts.chooser.num_foreseen(plan), MAX_TOGETHER)
     else:
         next_round, num_rounds = NextRound(plain=True, max_length=max_length), MAX_TOGETHER
-    if (
-        num_rounds == 1 or not before.num_new
-    ):  # nobody waits longer for the first token, and prompts are no plain rounds
+    if num_rounds == 1 or not before.num_new:  # nobody waits for more than the first token; prompts are no plain rounds
         return ScoreOptions(plan.observes, next_round)
     return ScoreOptions(plan.observes, next_round, num_rounds, generation.ending_tokens)
 

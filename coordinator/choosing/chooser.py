@@ -22,7 +22,7 @@ from coordinator.choosing.offers import OFFER, Offers
 from coordinator.choosing.plans import NOTHING, PLAIN, RESTING, DraftPlan, Estimate, Found, RoundOutcome, Trial
 from coordinator.choosing.rest import AWAKE_ROUNDS, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.joint_names import AND
+from coordinator.joint_names import AND, parts_of
 from specdec.exact.lookup import NO_MATCH, SHORTEST, NextRound
 from specdec.exact.values import Proposal
 from specdec.types import MAX_DRAFT_TOKENS
@@ -67,7 +67,7 @@ class PlanChooser:
         looks_up: bool = False,
         takes_offers: bool = False,
     ) -> None:
-        self._costs, self._exploration = shared.costs, shared.exploration
+        self._shared, self._costs, self._exploration = shared, shared.costs, shared.exploration
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
         self._maximum = maximum if num_draft_tokens is None else num_draft_tokens
         self._is_fixed = num_draft_tokens is not None
@@ -123,7 +123,7 @@ class PlanChooser:
             return PLAIN
         if self._is_fixed and len(drafters) == 1:
             return DraftPlan(drafters[0], maximum)
-        unknown = [name for name in drafters if not self._costs.has_measured(name)]
+        unknown = self._unknown(drafters)
         if unknown or not self._costs.knows_scoring:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
@@ -287,6 +287,8 @@ class PlanChooser:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round. What was missed in it is no part of that, but an unused proposal."""
+        if self._is_scout:
+            self._shared.note_scouted()
         plan, missed = outcome.plan, outcome.missed
         elapsed_s = outcome.draft_s + outcome.score_s + outcome.other_s + (missed.elapsed_s if missed else 0.0)
         if self._lookups and plan.drafter == LOOKUP:
@@ -345,6 +347,8 @@ class PlanChooser:
         if is_clear and not self._is_scout:
             self._rest.begin_long()
             return RESTING
+        if joint := self._unknown([name for name in forgotten if best.plan.drafter in parts_of(name)]):
+            return self._probe(joint[0], maximum)
         tried = None
         if self._exploration.is_due:
             others = (*known, *([] if self._is_fixed else [plain]), *self._estimates.longer(best, lengths))
@@ -357,6 +361,14 @@ class PlanChooser:
         if tried is None and self._rests(best is plain, drafters):
             return RESTING
         return self._priced(tried or best.plan, best)
+
+    def _unknown(self, drafters: Sequence[str]) -> list[str]:
+        """Return the drafters whose costs were never measured and are measured at once.
+
+        Joint ones are none of them while there are others: they are worth it where one of their parts is the best.
+        """
+        alone = [name for name in drafters if AND not in name]
+        return [name for name in alone or drafters if not self._costs.has_measured(name)]
 
     def _rests(self, is_plain: bool, drafters: Sequence[str]) -> bool:
         """Note whether plain decoding is best; return whether the session rests from this very round on.

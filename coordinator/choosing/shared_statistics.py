@@ -4,8 +4,9 @@ from coordinator.choosing.acceptance_history import AcceptanceHistory
 from coordinator.choosing.costs import Costs
 from coordinator.choosing.exploration import Exploration
 
-FIRST_SCOUTS = 8  # sessions, from which the others learn
-SESSIONS_PER_SCOUT = 8  # after these
+FIRST_SCOUTS = 8  # sessions at most, from which the others learn
+SCOUTED_ROUNDS = 128  # of theirs, after which there is no need of more
+SESSIONS_PER_SCOUT = 16  # after these
 OFFERING_SHARE = 0.003  # of the time, for trials of offers: each costs so little that they would leave no others
 MAX_SEEDS = 100_000  # remembered; what older sessions accepted has decayed
 
@@ -19,6 +20,7 @@ class SharedStatistics:
         self.offering = Exploration(OFFERING_SHARE)
         self._acceptance: dict[tuple[str, bool], AcceptanceHistory] = {}
         self._num_begun = 0  # sessions
+        self._num_scouted = 0  # rounds
         self._seeds: dict[int, None] = {}  # in the order in which they came
 
     def acceptance(self, drafter: str, is_greedy: bool) -> AcceptanceHistory:
@@ -28,7 +30,12 @@ class SharedStatistics:
     def is_scout(self) -> bool:
         """Return whether a session that begins looks for better plans even where drafts have clearly lost of late."""
         self._num_begun += 1
-        return self._num_begun <= FIRST_SCOUTS or self._num_begun % SESSIONS_PER_SCOUT == 0
+        is_early = self._num_begun <= FIRST_SCOUTS and self._num_scouted < SCOUTED_ROUNDS
+        return is_early or self._num_begun % SESSIONS_PER_SCOUT == 0
+
+    def note_scouted(self) -> None:
+        """Count a round of a scout."""
+        self._num_scouted += 1
 
     def for_seed(self, seed: int | None) -> "SharedStatistics":
         """Return what a session may learn from; `seed` is None for a greedy one, whose text no draw decides.

@@ -194,6 +194,18 @@ def test_a_session_rests_while_nothing_pays() -> None:
     assert resting(simulate(MIXED, num_rounds=1000).plans) < 0.05
 
 
+@pytest.mark.parametrize(("rate", "num_measured"), [(0.0, 0), (0.9, 3)])
+def test_joint_drafters_are_measured_where_a_part_of_them_is_the_best(rate: float, num_measured: int) -> None:
+    drafters = {"a": Drafter(rate, 0.02), "b": Drafter(0.0, 0.02), "a+b": Drafter(rate, 0.1), "b+b": Drafter(rate, 0.1)}
+    measured = [plan.drafter for plan in simulate(drafters, num_rounds=2 * 3 + num_measured + 1).plans]
+    assert measured == ["a"] * 3 + ["b"] * 3 + ["a+b"] * num_measured + measured[-1:]
+    assert measured[-1] in ("a", None)
+
+
+def test_a_joint_drafter_alone_is_measured_at_once() -> None:
+    assert simulate({"a+b": Drafter(0.0, 0.1)}, num_rounds=3).share("a+b") == 1
+
+
 @pytest.mark.parametrize("is_compared", [False, True])
 def test_a_rest_ends_when_a_drafter_begins_to_pay(is_compared: bool) -> None:
     """Found in the rounds between two rests: at once where it can be compared, else by trials."""

@@ -8,7 +8,12 @@ import pytest
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.lookups import COMPARED_LENGTH, LOOKUP, SHORTEST_OF, Lookups
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
-from coordinator.choosing.shared_statistics import FIRST_SCOUTS, SESSIONS_PER_SCOUT, SharedStatistics
+from coordinator.choosing.shared_statistics import (
+    FIRST_SCOUTS,
+    SCOUTED_ROUNDS,
+    SESSIONS_PER_SCOUT,
+    SharedStatistics,
+)
 from specdec.exact.lookup import (
     FIRST_SLOTS,
     LONGEST,
@@ -192,6 +197,15 @@ def test_every_length_has_a_class() -> None:
 
 def test_some_sessions_are_scouts() -> None:
     shared = SharedStatistics()
-    scouts = [shared.is_scout() for _ in range(FIRST_SCOUTS + 10 * SESSIONS_PER_SCOUT)]
-    assert all(scouts[:FIRST_SCOUTS])
-    assert sum(scouts) == FIRST_SCOUTS + 10
+    numbers = range(1, 10 * SESSIONS_PER_SCOUT + 1)
+    scouts = [number for number in numbers if shared.is_scout()]
+    assert scouts == [*numbers[:FIRST_SCOUTS], *numbers[SESSIONS_PER_SCOUT - 1 :: SESSIONS_PER_SCOUT]]
+
+
+def test_scouts_that_have_seen_enough_need_no_others() -> None:
+    shared = SharedStatistics()
+    scout = PlanChooser(shared, ["a"], 32)
+    assert shared.is_scout()
+    for _ in range(SCOUTED_ROUNDS):
+        scout.observe(RoundOutcome(PLAIN, 0, (), 0.0, 1.0))
+    assert not shared.is_scout()
