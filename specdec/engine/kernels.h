@@ -7,6 +7,7 @@
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16")
+#define IN_MEMORY(array) __asm__("" : "+m"(array))  // from here on, until it is next used
 #define KEEP_ORDER() __asm__ volatile("" ::: "memory")  // of loads: ahead of time they take registers that sums need
 #define LIST(...) __VA_ARGS__
 #define WHOLE_LINES(num_bytes) (((num_bytes) + 63) / 64 * 64)

@@ -65,6 +65,7 @@ static ALWAYS_INLINE void NAME(multiply)(const Weight *all, const char *rows, vo
     for (int64_t first = 0; first < num_bytes; first += SPAN_BYTES) {
         const int64_t end = first + SPAN_BYTES < num_bytes ? first + SPAN_BYTES : num_bytes;
         FLOATS sums[MAX_ROWS][2] = {0};
+        IN_MEMORY(totals);  // the registers are for the sums
         for (int64_t byte = first; byte < end; byte += STEP_BYTES, line += STEP, fetched += stride) {
             UNROLLED for (int index = 0; index < num_fetched; index++)
                 fetch_line(fetched + 64 * index, level);
