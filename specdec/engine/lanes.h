@@ -16,16 +16,17 @@ static ALWAYS_INLINE NAME(words) NAME(widened)(NAME(halves) halves)
 #endif
 }
 
-// Copy LANES numbers as floats; a bfloat16 is the upper half of a float.
-static ALWAYS_INLINE void NAME(convert)(float *copied, const void *numbers, const int is_bf16)
+// Return LANES numbers as floats; a bfloat16 is the upper half of a float.
+static ALWAYS_INLINE FLOATS NAME(whole)(const void *numbers, const int is_bf16)
 {
+    FLOATS floats;  // not by way of an array: GCC fills that in two steps, and what reads it in one has to wait
     if (is_bf16) {
         NAME(halves) halves;
         memcpy(&halves, numbers, sizeof halves);
-        const NAME(words) words = NAME(widened)(halves) << 16;
-        memcpy(copied, &words, sizeof words);
+        floats = (FLOATS)(NAME(widened)(halves) << 16);
     } else
-        memcpy(copied, numbers, sizeof(FLOATS));
+        memcpy(&floats, numbers, sizeof floats);
+    return floats;
 }
 
 // Copy numbers as floats, and zeros up to a multiple of LANES.
@@ -33,13 +34,16 @@ static ALWAYS_INLINE void NAME(copy)(float *copied, const void *numbers, int64_t
 {
     const char *from = (const char *)numbers + first * (is_bf16 ? 2 : 4);
     int done = 0;
-    for (; done + LANES <= count; done += LANES)
-        NAME(convert)(copied + done, from + done * (is_bf16 ? 2 : 4), is_bf16);
+    for (; done + LANES <= count; done += LANES) {
+        const FLOATS floats = NAME(whole)(from + done * (is_bf16 ? 2 : 4), is_bf16);
+        memcpy(copied + done, &floats, sizeof floats);
+    }
     if (done < count) {
         char rest[4 * LANES] = {0};
         for (int byte = 0; byte < (count - done) * (is_bf16 ? 2 : 4); byte++)
             rest[byte] = from[done * (is_bf16 ? 2 : 4) + byte];
-        NAME(convert)(copied + done, rest, is_bf16);
+        const FLOATS floats = NAME(whole)(rest, is_bf16);
+        memcpy(copied + done, &floats, sizeof floats);
     }
 }
 
@@ -126,7 +130,9 @@ static ALWAYS_INLINE void NAME(write)(void *output, int64_t first, FLOATS number
 // Return up to LANES of an array's numbers as floats, and zeros.
 static ALWAYS_INLINE FLOATS NAME(load)(const void *numbers, int64_t first, int64_t count, const int is_bf16)
 {
+    if (count >= LANES)
+        return NAME(whole)((const char *)numbers + first * (is_bf16 ? 2 : 4), is_bf16);
     float copied[LANES];
-    NAME(copy)(copied, numbers, first, (int)(count < LANES ? count : LANES), is_bf16);
+    NAME(copy)(copied, numbers, first, (int)count, is_bf16);
     return NAME(at)(copied, 0);
 }

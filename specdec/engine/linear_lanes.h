@@ -45,8 +45,10 @@ static ALWAYS_INLINE void NAME(put)(void *output, int64_t first, FLOATS sums, in
     const __mmask16 kept = count >= 16 ? 0xffff : count > 0 ? (__mmask16)((1u << count) - 1) : 0;
     _mm256_mask_storeu_epi16((uint16_t *)output + first, kept, (__m256i)_mm512_cvtneps_pbh((__m512)sums));
 #else
-    if (count > 0)
-        memcpy((float *)output + first, &sums, sizeof(float) * (size_t)(count < LANES ? count : LANES));
+    if (count >= LANES)
+        memcpy((float *)output + first, &sums, sizeof sums);
+    else if (count > 0)
+        memcpy((float *)output + first, &sums, sizeof(float) * (size_t)count);
 #endif
 }
 
