@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import scipy.stats
+import torch
 
 from specdec.types import SamplingParams
 
@@ -131,7 +131,13 @@ def agreement_of_counts(counts: Floats, distribution: Floats) -> Agreement:
         return Agreement(np.inf, len(expected), 0.0)  # a text that the distribution rules out
     observed, expected = pooled(observed, expected)
     statistic = float(((observed - expected) ** 2 / expected).sum())
-    return Agreement(statistic, len(expected), float(scipy.stats.chi2.sf(statistic, max(len(expected) - 1, 1))))
+    return Agreement(statistic, len(expected), p_value_of(statistic, max(len(expected) - 1, 1)))
+
+
+def p_value_of(statistic: float, num_degrees: int) -> float:
+    """Return how likely a chi-square statistic of so many degrees of freedom is at least so large."""
+    half, value = torch.tensor([num_degrees / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half, value))
 
 
 def pooled(observed: Floats, expected: Floats) -> tuple[Floats, Floats]:

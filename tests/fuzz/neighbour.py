@@ -86,15 +86,19 @@ class Neighbour:
 
 @asynccontextmanager
 async def neighbouring(services: Services, pause_s: float = PAUSE_S) -> AsyncIterator[Neighbour]:
-    """Run a neighbour while the context lasts; at least one of its sessions ends in it."""
+    """Run a neighbour while the context lasts; at least one of its sessions ends before it, and one in it."""
     neighbour = Neighbour(services, pause_s)
     running = asyncio.create_task(neighbour.run(), name="neighbour")
-    try:
-        yield neighbour
-        before = neighbour.num_sessions
+
+    async def until_ended(num_sessions: int) -> None:
         async with asyncio.timeout(2 * MAX_GAP_S):
-            while neighbour.num_sessions < before + 2 and not running.done():  # noqa: ASYNC110  # another task counts
+            while neighbour.num_sessions < num_sessions and not running.done():  # noqa: ASYNC110  # another task counts
                 await asyncio.sleep(0.01)
+
+    try:
+        await until_ended(1)  # what a worker first needs memory for is no growth
+        yield neighbour
+        await until_ended(neighbour.num_sessions + 2)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

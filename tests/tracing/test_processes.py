@@ -89,9 +89,10 @@ async def test_a_trace_by_http_begins_at_the_gateway(traced: Traced, is_streamed
     trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
     headers = {"traceparent": f"00-{trace_id}-{caller}-01", "tracestate": "specdec=all"}
     body: dict[str, Any] = {"model": "*", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": is_streamed}
+    extra = {"specdec": {"num_draft_tokens": 2, "drafter": "model"}}
     async with openai.AsyncOpenAI(base_url=traced.services.http_address, api_key="none") as client:
         body["model"] = (await client.models.list()).data[0].id
-        answer: Any = await client.completions.create(**body, extra_headers=headers)
+        answer: Any = await client.completions.create(**body, extra_headers=headers, extra_body=extra)
         if is_streamed:
             assert [event async for event in answer]
     tree = await whole(traced.receiver, trace_id, caller)
