@@ -1,6 +1,6 @@
 """The names of drafters that draft together: `model+recycle`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 
 AND = "+"
@@ -19,3 +19,9 @@ def joint_names(drafters: Mapping[str, bool]) -> list[str]:
 def parts_of(name: str) -> list[str]:
     """Return the names of the drafters that a name stands for, each once."""
     return list(dict.fromkeys(name.split(AND)))
+
+
+def without_joint(names: Iterable[str]) -> list[str]:
+    """Return the names of single drafters, or all where there are only joint ones."""
+    every = list(names)
+    return [name for name in every if AND not in name] or every

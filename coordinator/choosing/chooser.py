@@ -22,7 +22,7 @@ from coordinator.choosing.offers import OFFER, Offers
 from coordinator.choosing.plans import NOTHING, PLAIN, RESTING, DraftPlan, Estimate, Found, RoundOutcome, Trial
 from coordinator.choosing.rest import AWAKE_ROUNDS, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.joint_names import AND, parts_of
+from coordinator.joint_names import AND, parts_of, without_joint
 from specdec.exact.lookup import NO_MATCH, SHORTEST, NextRound
 from specdec.exact.values import Proposal
 from specdec.types import MAX_DRAFT_TOKENS
@@ -67,7 +67,9 @@ class PlanChooser:
         looks_up: bool = False,
         takes_offers: bool = False,
     ) -> None:
-        self._shared, self._costs, self._exploration = shared, shared.costs, shared.exploration
+        if shared.is_repeated:  # whether joint ones were measured depends on what the same draws have accepted before
+            drafters = without_joint(drafters)
+        self._costs, self._exploration = shared.costs, shared.exploration
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
         self._maximum = maximum if num_draft_tokens is None else num_draft_tokens
         self._is_fixed = num_draft_tokens is not None
@@ -77,7 +79,9 @@ class PlanChooser:
         self._next_compared = list(drafters)  # drafters whose unused proposals can be compared, in turn
         self._rest = Rest()
         self._clear_loss = CLEAR_GREEDY_LOSS if is_greedy else CLEAR_LOSS
-        self._is_scout = not self._is_fixed and shared.is_scout()
+        self._scouting = shared.scouting[is_greedy]
+        self._is_scout = not self._is_fixed and self._scouting.begin()
+        self._has_looked = False  # at drafters: some were available
         self._lookups = Lookups(shared, self._maximum, is_greedy) if looks_up and self._maximum else None
         self._all_lengths = self._lengths(self._maximum)
         self._offers = Offers(shared, self._all_lengths, is_greedy) if takes_offers and self._maximum else None
@@ -123,6 +127,7 @@ class PlanChooser:
             return PLAIN
         if self._is_fixed and len(drafters) == 1:
             return DraftPlan(drafters[0], maximum)
+        self._has_looked = True
         unknown = self._unknown(drafters)
         if unknown or not self._costs.knows_scoring:
             return self._probe((unknown or drafters)[0], maximum)
@@ -287,8 +292,8 @@ class PlanChooser:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Add a round. What was missed in it is no part of that, but an unused proposal."""
-        if self._is_scout:
-            self._shared.note_scouted()
+        if self._is_scout and self._has_looked:
+            self._scouting.note_round()
         plan, missed = outcome.plan, outcome.missed
         elapsed_s = outcome.draft_s + outcome.score_s + outcome.other_s + (missed.elapsed_s if missed else 0.0)
         if self._lookups and plan.drafter == LOOKUP:
@@ -347,7 +352,8 @@ class PlanChooser:
         if is_clear and not self._is_scout:
             self._rest.begin_long()
             return RESTING
-        if joint := self._unknown([name for name in forgotten if best.plan.drafter in parts_of(name)]):
+        asked = {best.plan.drafter, best.plan.fallback and best.plan.fallback.drafter}
+        if joint := self._unknown([name for name in forgotten if asked.intersection(parts_of(name))]):
             return self._probe(joint[0], maximum)
         tried = None
         if self._exploration.is_due:
@@ -367,8 +373,7 @@ class PlanChooser:
 
         Joint ones are none of them while there are others: they are worth it where one of their parts is the best.
         """
-        alone = [name for name in drafters if AND not in name]
-        return [name for name in alone or drafters if not self._costs.has_measured(name)]
+        return [name for name in without_joint(drafters) if not self._costs.has_measured(name)]
 
     def _rests(self, is_plain: bool, drafters: Sequence[str]) -> bool:
         """Note whether plain decoding is best; return whether the session rests from this very round on.

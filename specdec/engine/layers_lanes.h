@@ -42,10 +42,11 @@ static ALWAYS_INLINE void NAME(turn)(void *numbers, int64_t first, const void *a
         const int64_t count = half - index;
         const FLOATS low = NAME(load)(numbers, first + index, count, is_bf16);
         const FLOATS high = NAME(load)(numbers, second + index, count, is_bf16);
-        const FLOATS new_low = low * NAME(load)(angles, angle + index, count, is_bf16)
-                               + high * NAME(load)(angles, sine + index, count, is_bf16);
-        const FLOATS new_high = high * NAME(load)(angles, angle + half + index, count, is_bf16)
-                                + low * NAME(load)(angles, sine + half + index, count, is_bf16);
+        FLOATS new_low = low * NAME(load)(angles, angle + index, count, is_bf16);
+        FLOATS new_high = high * NAME(load)(angles, angle + half + index, count, is_bf16);
+        __asm__("" : "+v"(new_low), "+v"(new_high));  // rounded: else the compiler chooses which product is one with the sum
+        new_low += high * NAME(load)(angles, sine + index, count, is_bf16);
+        new_high += low * NAME(load)(angles, sine + half + index, count, is_bf16);
         NAME(save)(numbers, first + index, new_low, count, is_bf16);
         NAME(save)(numbers, second + index, new_high, count, is_bf16);
     }

@@ -202,6 +202,26 @@ def test_joint_drafters_are_measured_where_a_part_of_them_is_the_best(rate: floa
     assert measured[-1] in ("a", None)
 
 
+def test_a_fallback_counts_as_a_part() -> None:
+    drafters = {"find": Drafter(0.95, 0.0, misses=0.5), "a": Drafter(0.8, 0.02), "b+a": Drafter(0.8, 0.1)}
+    plans = simulate(drafters, num_rounds=60).plans
+    assert any(plan.fallback and plan.fallback.drafter == "a" for plan in plans)
+    assert sum(plan.drafter == "b+a" for plan in plans) >= 3
+
+
+def test_a_repeated_seed_asks_no_joint_drafter() -> None:
+    """Whether its costs are known says what the same draws have accepted."""
+    shared = SharedStatistics()
+    assert shared.for_seed(7) is shared
+    repeated = shared.for_seed(7)
+    drafters = {"a": Drafter(0.9, 0.02), "a+b": Drafter(0.9, 0.02)}
+    plans = simulate(drafters, num_rounds=200, shared=repeated).plans
+    assert {plan.drafter for plan in plans} <= {"a", None}
+    assert simulate({"a+b": Drafter(0.9, 0.02)}, num_rounds=20, shared=repeated).share("a+b") > 0.5, (
+        "if it is all there is"
+    )
+
+
 def test_a_joint_drafter_alone_is_measured_at_once() -> None:
     assert simulate({"a+b": Drafter(0.0, 0.1)}, num_rounds=3).share("a+b") == 1
 

@@ -198,14 +198,18 @@ def test_every_length_has_a_class() -> None:
 def test_some_sessions_are_scouts() -> None:
     shared = SharedStatistics()
     numbers = range(1, 10 * SESSIONS_PER_SCOUT + 1)
-    scouts = [number for number in numbers if shared.is_scout()]
+    scouts = [number for number in numbers if shared.scouting[False].begin()]
     assert scouts == [*numbers[:FIRST_SCOUTS], *numbers[SESSIONS_PER_SCOUT - 1 :: SESSIONS_PER_SCOUT]]
 
 
-def test_scouts_that_have_seen_enough_need_no_others() -> None:
+@pytest.mark.parametrize(("has_drafters", "is_over"), [(True, True), (False, False)])
+def test_scouts_that_have_seen_enough_need_no_others(has_drafters: bool, is_over: bool) -> None:
     shared = SharedStatistics()
     scout = PlanChooser(shared, ["a"], 32)
-    assert shared.is_scout()
     for _ in range(SCOUTED_ROUNDS):
-        scout.observe(RoundOutcome(PLAIN, 0, (), 0.0, 1.0))
-    assert not shared.is_scout()
+        assert shared.scouting[True].begin() or shared.scouting[True]._num_begun > FIRST_SCOUTS, (
+            "greedy texts tell nothing"
+        )
+        plan = scout.choose(ROOM, available=["a"] if has_drafters else [])
+        scout.observe(RoundOutcome(plan, plan.num_draft_tokens, (), 0.1, 1.0))
+    assert shared.scouting[False].begin() != is_over

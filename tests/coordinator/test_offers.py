@@ -58,8 +58,8 @@ def test_offers_that_pay_take_the_place_of_plain_rounds() -> None:
     """All but those in which other drafters are looked at."""
     shared = known_costs()
     Session(shared, 3).run(200)
-    for _ in range(2, SESSIONS_PER_SCOUT - 1):  # two have begun
-        shared.is_scout()
+    for _ in range(1, SESSIONS_PER_SCOUT - 1):  # one has begun
+        shared.scouting[True].begin()
     session = Session(shared, 3).run(200)
     assert session.share(OFFER) > 0.85
     assert 3 <= max(set(session.asked), key=session.asked.count) <= 6, "not many more than are accepted"
@@ -186,7 +186,7 @@ def test_a_busy_target_learns_only_where_offers_promise_something(num_sessions: 
         for name in (OFFER, AMONG_MANY):
             shared.acceptance(name, is_greedy=True).observe(4, 4, (), 1.0)
     for _ in range(FIRST_SCOUTS):
-        shared.is_scout()
+        shared.scouting[True].begin()
     choosers = [
         PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True, takes_offers=True)
         for _ in range(SESSIONS_PER_SCOUT)
