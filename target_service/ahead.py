@@ -31,7 +31,9 @@ from target_service.scorer import ScoreRound, ScoreTask, Watch
 
 Found = TypeVar("Found")
 
-TOGETHER_S = 0.05  # that rounds take which are answered together: what a reader does not notice
+TOGETHER_S = 0.05  # that rounds take which are answered together, at least: what a reader does not notice
+TOGETHER_EACH_S = 0.00625  # and for each session in a forward: that costs the coordinator's time for each of them
+LONGEST_TOGETHER_S = 0.25
 UNKNOWN = 0  # token, until the round before has ended
 
 
@@ -179,6 +181,15 @@ def _unless_failed(look: Callable[[], Found]) -> Found | None:
         return None
 
 
+def together_s(num_sessions: int) -> float:
+    """Return how long rounds may take which are answered together, where so many sessions share a forward.
+
+    A message and a commit take the coordinator as long however many rounds they tell of, so that with many sessions it
+    could not keep up with the forwards.
+    """
+    return max(TOGETHER_S, min(LONGEST_TOGETHER_S, num_sessions * TOGETHER_EACH_S))
+
+
 class ScoringAhead:
     """One session's round that is scored before it is asked for, if there is one."""
 
@@ -248,7 +259,7 @@ class ScoringAhead:
         been called for each that is given.
         """
         now_s, round_s, ends = asyncio.get_running_loop().time, task.timings.forward_s, frozenset(ending_tokens)
-        until_s = now_s() + TOGETHER_S - round_s
+        until_s = now_s() + together_s(task.num_batched) - round_s
         while num_rounds > 0 and now_s() + round_s <= until_s:
             following = self._ahead
             expected = following.expected if following else None

@@ -29,7 +29,7 @@ async def without(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rounds be answered together however long they take here."""
-    monkeypatch.setattr(ahead, "TOGETHER_S", 30.0)
+    monkeypatch.setattr(ahead, "together_s", lambda _: 30.0)
 
 
 def count_of(name: str) -> float:

@@ -114,7 +114,8 @@ async def test_no_round_is_scored_twice_where_time_is_up(
     """Whenever that is: also between the end of a round in the engine and its arrival."""
     num_turns = 40
     for turn in range(num_turns):
-        monkeypatch.setattr(ahead, "TOGETHER_S", 0.004 + turn / num_turns * 0.03)
+        time_s = 0.004 + turn / num_turns * 0.03
+        monkeypatch.setattr(ahead, "together_s", lambda _, time_s=time_s: time_s)
         await decode_together(TargetStream(channel, next(names)))
     assert counted() == (num_turns * NUM_ROUNDS, num_turns * (NUM_ROUNDS - 1))
 
@@ -156,11 +157,24 @@ async def test_no_round_follows_the_texts_end(channel: grpc.aio.Channel, names: 
 async def test_rounds_are_not_answered_together_for_long(
     channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "TOGETHER_S", 1e-9)
+    asked: list[int] = []
+
+    def no_time(num_sessions: int) -> float:
+        asked.append(num_sessions)
+        return 1e-9
+
+    monkeypatch.setattr(ahead, "together_s", no_time)
     stream = TargetStream(channel, next(names))
     answer = await stream.ask(score_request(start=0, tokens=PROMPT, next_round=PLAIN_ROUND, num_rounds=9))
     assert not answer.following
+    assert asked == [1]
     await stream.close()
+
+
+def test_the_more_sessions_share_a_forward_the_longer_are_rounds_answered_together() -> None:
+    """So that the coordinator has the same time for each of them; but a reader does not wait for long."""
+    times_s = list(map(ahead.together_s, [1, 8, 16, 32, 64, 1000]))
+    assert times_s == [0.05, 0.05, 0.1, 0.2, 0.25, 0.25]
 
 
 @in_module_loop
