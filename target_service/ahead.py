@@ -32,7 +32,7 @@ from target_service.scorer import ScoreRound, ScoreTask, Watch
 Found = TypeVar("Found")
 
 TOGETHER_S = 0.05  # that rounds take which are answered together, at least: what a reader does not notice
-TOGETHER_EACH_S = 0.00625  # and for each session in a forward: that costs the coordinator's time for each of them
+TOGETHER_EACH_S = 0.0125  # and for each session at work: an answer costs the coordinator's time for each of them
 LONGEST_TOGETHER_S = 0.25
 UNKNOWN = 0  # token, until the round before has ended
 
@@ -182,7 +182,7 @@ def _unless_failed(look: Callable[[], Found]) -> Found | None:
 
 
 def together_s(num_sessions: int) -> float:
-    """Return how long rounds may take which are answered together, where so many sessions share a forward.
+    """Return how long rounds may take which are answered together, where so many sessions are at work, or wait.
 
     A message and a commit take the coordinator as long however many rounds they tell of, so that with many sessions it
     could not keep up with the forwards.
@@ -259,7 +259,9 @@ class ScoringAhead:
         been called for each that is given.
         """
         now_s, round_s, ends = asyncio.get_running_loop().time, task.timings.forward_s, frozenset(ending_tokens)
-        until_s = now_s() + together_s(task.num_batched) - round_s
+        load = self._engine.load
+        num_sessions = max(task.num_batched, load.num_running + load.num_waiting)
+        until_s = now_s() + together_s(num_sessions) - round_s
         while num_rounds > 0 and now_s() + round_s <= until_s:
             following = self._ahead
             expected = following.expected if following else None
