@@ -28,19 +28,14 @@ if meta[4] ~= 'active' then
   return {'conflict', meta[2]}
 end
 redis.call('HSET', KEYS[1], 'length', string.format('%d', length), 'digest', ARGV[4], 'status', ARGV[9],
-  'finish', ARGV[10], 'statistics', ARGV[11], renewed_lease(ARGV[12]))
-local is_new = false
-for part = 2, 4 do
-  local added = ARGV[part + 3]
-  if #added > 0 and redis.call('APPEND', KEYS[part], added) == #added then
-    is_new = true -- and has no time to live yet
-  end
+  'finish', ARGV[10], 'statistics', ARGV[11])
+renew_lease(KEYS[1], ARGV[12])
+redis.call('APPEND', KEYS[2], ARGV[5])
+redis.call('APPEND', KEYS[3], ARGV[6])
+if #ARGV[7] > 0 then
+  redis.call('APPEND', KEYS[4], ARGV[7])
 end
--- Calls cost more than all else here: the time to live is a second longer, and renewed when that is over.
-local left_ms, least_ms = redis.call('PTTL', KEYS[1]), tonumber(ARGV[8])
-if is_new or left_ms < least_ms then
-  for _, key in ipairs(KEYS) do
-    redis.call('PEXPIRE', key, string.format('%d', least_ms + 1000))
-  end
+for _, key in ipairs(KEYS) do
+  redis.call('PEXPIRE', key, ARGV[8])
 end
 return {'committed'}

@@ -22,10 +22,6 @@ local function lease_left_ms(meta)
   return math.abs(age) < length and length - age or 0
 end
 
-local function renewed_lease(length)
-  return 'leased_at', string.format('%d', now_ms()), 'lease', length
-end
-
 local function renew_lease(meta, length)
-  redis.call('HSET', meta, renewed_lease(length))
+  redis.call('HSET', meta, 'leased_at', string.format('%d', now_ms()), 'lease', length)
 end

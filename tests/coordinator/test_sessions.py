@@ -150,12 +150,6 @@ MUTANTS = {
     "tokens are not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[1], KEYS[3], KEYS[4]}) do"),
     "origins are not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[1], KEYS[2], KEYS[4]}) do"),
     "logprobs are not kept alive": ("commit", EXPIRE, "for _, key in ipairs({KEYS[1], KEYS[2], KEYS[3]}) do"),
-    "a key that comes later never expires": (
-        "commit",
-        "if is_new or left_ms < least_ms then",
-        "if left_ms < least_ms then",
-    ),
-    "only keys that come later are kept alive": ("commit", "if is_new or left_ms < least_ms then", "if is_new then"),
     "a new session's meta never expires": ("create", "redis.call('PEXPIRE', KEYS[1], ARGV[2])\n", ""),
     "a new session's tokens never expire": ("create", "redis.call('PEXPIRE', KEYS[2], ARGV[2])\n", ""),
     "remains are kept": ("create", "redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])\n", ""),

@@ -100,7 +100,7 @@ async def check_a_claim_raises_the_epoch(store: OpenStore) -> None:
 
 
 async def check_all_keys_live_as_long(store: OpenStore) -> None:
-    """After every commit all four keys have the full time to live again, and at most a second more."""
+    """Every commit gives all four keys the full time to live again."""
     await create(store)
     client = store.redis
     assert all([await client.pttl(key) > 0 for key in keys(SESSION)[:2]])
@@ -112,17 +112,7 @@ async def check_all_keys_live_as_long(store: OpenStore) -> None:
         await commit(store, epoch, round_after(before, (token,), logprobs=LOGPROBS))
         before = (*before, token)
         left_s = [await client.pttl(key) / 1000 for key in keys(SESSION)]
-        assert all(TTL_S - 500 < left <= TTL_S + 1 for left in left_s)
-
-
-async def check_keys_that_come_later_live_as_long(store: OpenStore) -> None:
-    """Also where a commit finds no other key whose time is to be renewed."""
-    await create(store)
-    epoch = (await store.claim(SESSION)).epoch
-    await commit(store, epoch, round_after(PROMPT, (1,)))
-    await commit(store, epoch, round_after((*PROMPT, 1), (2,), logprobs=LOGPROBS))
-    left_s = [await store.redis.pttl(key) / 1000 for key in keys(SESSION)]
-    assert all(TTL_S - 500 < left <= TTL_S + 1 for left in left_s)
+        assert all(TTL_S - 500 < left <= TTL_S for left in left_s)
 
 
 async def check_remains_of_an_expired_session_are_swept(store: OpenStore) -> None:
