@@ -4,6 +4,9 @@ They cost no way to a worker, and are asked for in the round before. So that rou
 asked for: as many as promise most tokens a second, or none where plain decoding does. An offer that is expected to lose
 is tried now and then, as long as trials cost little. What is accepted of offers at a busy target is learned apart: a
 head of its own does not draft there.
+
+A trial's round is asked for by itself, and ends what the target would have answered together: so trials are some rounds
+apart, also where they are expected to lose nothing else.
 """
 
 from collections.abc import Sequence
@@ -16,6 +19,7 @@ from coordinator.choosing.shared_statistics import SharedStatistics
 OFFER = "offer"  # in place of a drafter's name, where the target drafted
 AMONG_MANY = f"{OFFER} among many"  # and where it drafted at a busy target
 REMEMBERED_ROUNDS = 8  # estimates hold for so many rounds
+ROUNDS_APART = 16  # that lie between two trials of a session
 MAX_OFFERED = 16  # draft tokens; of a larger tree hardly any more is accepted
 
 
@@ -33,6 +37,7 @@ class Offers:
         self._load, self._age = 0, 0
         self._trial_speed = 0.0  # what was promised in place of this round's trial; 0: it is none
         self._next_trial_speed = 0.0
+        self._num_since_trial = ROUNDS_APART
 
     @property
     def _acceptance(self) -> SessionAcceptance:
@@ -74,7 +79,8 @@ class Offers:
         best = self.best
         pays, promised = best.speed > min_gain * plain.speed, max(best.speed, plain.speed)
         longer = [each for each in self._known if each.plan.num_draft_tokens >= 2 * best.plan.num_draft_tokens]
-        for tried in [*longer[:1], *([] if pays else [best])]:
+        is_due = self._num_since_trial >= ROUNDS_APART
+        for tried in [*longer[:1], *([] if pays else [best])] if is_due else []:
             if self._exploration.affords(tried.seconds - tried.num_tokens / promised):
                 self._next_trial_speed = promised
                 return tried
@@ -93,6 +99,7 @@ class Offers:
     def observe_time(self, elapsed_s: float, num_tokens: int) -> None:
         """Add what a round took and committed; trials may lose a share of all time, also where nothing was offered."""
         self._age += 1
+        self._num_since_trial = 0 if self.is_trial else self._num_since_trial + 1
         is_trial = elapsed_s > 0 and self._trial_speed > 0
         self._exploration.observe(elapsed_s, elapsed_s - num_tokens / self._trial_speed if is_trial else 0.0)
         self._trial_speed = self._next_trial_speed

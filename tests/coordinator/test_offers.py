@@ -1,9 +1,12 @@
 """When the target shall offer drafts of its own, how many draft tokens, and what becomes of rests."""
 
+from itertools import pairwise
+
 import pytest
 
 from coordinator.choosing.chooser import PlanChooser
-from coordinator.choosing.offers import AMONG_MANY, OFFER
+from coordinator.choosing.exploration import Exploration
+from coordinator.choosing.offers import AMONG_MANY, OFFER, ROUNDS_APART
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import FIRST_SCOUTS, OFFERING_SHARE, SESSIONS_PER_SCOUT, SharedStatistics
 from specdec.exact import codec
@@ -98,6 +101,19 @@ def test_trials_that_nothing_comes_of_lose_time_as_well() -> None:
         num_trials += chooser._offers.is_trial
         chooser.observe(RoundOutcome(plan, 0, (), 0.0, 0.7 * (1 + is_after_trial), has_prefill=not number))
     assert 0 < num_trials < 2 * OFFERING_SHARE * 600
+
+
+def test_trials_are_some_rounds_apart_where_they_are_expected_to_lose_nothing() -> None:
+    shared, trials = known_costs(), list[int]()
+    shared.offering = Exploration(share=1.0)  # affords any
+    session = Session(shared, 0)
+    offers = session.chooser._offers
+    assert offers
+    for number in range(300):
+        session.run(1)
+        trials += [number] * offers.is_trial
+    assert len(trials) > 5
+    assert min(later - earlier for earlier, later in pairwise(trials)) > ROUNDS_APART
 
 
 def test_a_session_at_rest_weighs_now_and_then_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_no_setting_breaks_an_invariant(setting: str) -> None:
 def test_rollbacks_are_healed() -> None:
     """What was shown is brought back, by the coordinator that committed it or by a client that was shown it."""
     went_back = Counter[str]()
-    for seed in range(60):
+    for seed in range(100):
         went_back.update(run_checked(seed, frozenset({"rollback"})).went_back)
     assert went_back["healed"] >= 0.9 * went_back.total() > 15, went_back
 

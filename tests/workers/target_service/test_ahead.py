@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
 import pytest
 
+from specdec.engine import EngineLoop
 from specdec.exact.lookup import NUM_LENGTHS, TextLookup, continued
 from specdec.exact.prefix import chain
 from specdec.exact.values import ObservationRequest, Proposal, SparseDistribution, one_hot
@@ -154,9 +155,14 @@ async def test_no_round_follows_the_texts_end(channel: grpc.aio.Channel, names: 
 
 
 @in_module_loop
+@pytest.mark.parametrize("at_work", [0, 3])
 async def test_rounds_are_not_answered_together_for_long(
-    channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch
+    channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch, at_work: int
 ) -> None:
+    """How long goes by all sessions at work, those of other forwards too."""
+    load = vars(EngineLoop)["load"].fget
+    beside = {"num_running": at_work, "num_waiting": 2 * at_work}
+    monkeypatch.setattr(EngineLoop, "load", property(lambda engine: replace(load(engine), **beside)))
     asked: list[int] = []
 
     def no_time(num_sessions: int) -> float:
@@ -167,7 +173,7 @@ async def test_rounds_are_not_answered_together_for_long(
     stream = TargetStream(channel, next(names))
     answer = await stream.ask(score_request(start=0, tokens=PROMPT, next_round=PLAIN_ROUND, num_rounds=9))
     assert not answer.following
-    assert asked == [1]
+    assert asked == [max(1, 3 * at_work)]
     await stream.close()
 
 
