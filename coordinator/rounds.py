@@ -50,6 +50,7 @@ class Scored:
     forward: Forward | None = None  # in which it was scored; None: not told
     waited_s: float | None = None  # for the answer; None: as long as it took. Rounds that are answered together differ
     num_more: int = 0  # answers that came with this one, to the rounds that follow
+    num_lost: int = 0  # rounds, this one and those that follow, to which an answer may have been lost
 
 
 @dataclass(slots=True)
@@ -60,6 +61,17 @@ class Before:
     offer: Proposal = field(default_factory=Proposal)  # of the target
     num_answered: int = 0  # rounds that follow whose answers are here
     has_prefill: bool = False  # it read more than rounds do, and so did those that were answered with it
+    redrawn_until: int = 0  # committed tokens; up to there an answer may have been lost that told of several rounds
+
+    def is_redrawn(self, generation: Generation) -> bool:
+        """Return whether the next round may have been drawn before, in an answer that was lost.
+
+        When an answer of several rounds is sent depends on the tokens that were drawn, and so does whether it is lost.
+        Drawn again with a draft they would be others: an end, which is sent at once, would be found too often. Plain
+        rounds, of which alone a sampled session has several in an answer, draw what they drew before.
+        """
+        is_drawn = generation.sampling.temperature > 0
+        return is_drawn and not self.num_answered and len(generation.committed) < self.redrawn_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +172,8 @@ async def run_rounds(
     comparing = Comparing(parts)
     try:
         before = Before()
+        if generation.emitted and not parts.chooser.is_fixed:  # else it drafts as it did before
+            before.redrawn_until = len(generation.committed) + MAX_TOGETHER
         while not generation.done:
             if not before.num_answered:
                 await until_wanted()
@@ -325,7 +339,9 @@ async def run_round(
     available = AvailableDrafters(parts.drafters)
     match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
     found = Found(match, len(offer), is_foreseen=before.num_answered > 0)
-    chosen = parts.chooser.choose(generation.remaining_tokens, available, found)
+    chosen = (
+        PLAIN if before.is_redrawn(generation) else parts.chooser.choose(generation.remaining_tokens, available, found)
+    )
     plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match, offer)
     proposal = drafted.proposal
     comparing.begin(chosen, available, generation.committed)
@@ -334,6 +350,7 @@ async def run_round(
     scored = parts.scorer.known(generation.committed, proposal) if before.num_answered else None
     if scored is None:
         scored = await _scored(generation, parts, plan, proposal, before, commit)
+        before.redrawn_until = max(before.redrawn_until, len(generation.committed) + scored.num_lost)
         before.has_prefill = not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
@@ -377,6 +394,8 @@ def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before:
     if num_left <= 1:
         return ScoreOptions(plan.observes)
     max_length = len(generation.committed) + num_left
+    if parts.drafters and before.is_redrawn(generation):
+        return ScoreOptions(plan.observes)
     if parts.drafters:
         next_round = parts.chooser.next_round(plan, max_length)
         num_rounds = min(parts.chooser.num_foreseen(plan), MAX_TOGETHER)

@@ -179,7 +179,8 @@ class SessionScorer:
         self._answered.clear()
         while True:
             try:
-                return await self._score(committed, proposal, options)
+                scored = await self._score(committed, proposal, options)
+                return replace(scored, num_lost=options.num_rounds) if failures else scored
             except RETRIED as error:
                 failures[type(error)] += 1
                 await self._prepare_retry(error)

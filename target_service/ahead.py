@@ -255,17 +255,26 @@ class ScoringAhead:
     ) -> AsyncIterator[tuple[ScoreTask, Scores]]:
         """Give the rounds that follow one that was scored, as far as they are scored soon; none that fails.
 
+        How long an answer is held depends on the tokens in it, and one that is lost, with its client or a process, is
+        drawn again. Where tokens are drawn that must not change them: a plain round draws the same token whenever it
+        is scored, one with draft tokens does only with the same draft. So such rounds are answered by themselves there.
+
         The engine goes on with each of them as soon as the one before it has ended. `note_scored` comes first, and has
         been called for each that is given.
         """
+        is_drawn = task.session.sampling.temperature > 0
+        if is_drawn and task.round.draft_tokens:
+            return
         now_s, round_s, ends = asyncio.get_running_loop().time, task.timings.forward_s, frozenset(ending_tokens)
         load = self._engine.load
-        num_sessions = max(task.num_batched, load.num_running + load.num_waiting)
+        num_sessions = max(task.num_batched, load.num_running + load.num_waiting - load.num_without_place)
         until_s = now_s() + together_s(num_sessions) - round_s
         while num_rounds > 0 and now_s() + round_s <= until_s:
             following = self._ahead
             expected = following.expected if following else None
             if following is None or expected is None or ends.intersection(expected.tokens):
+                return
+            if is_drawn and expected.draft_tokens:
                 return
             rules, self._ahead = following.rules, None
             self.begin(following, following.watch, rules.next_round, rules.head)

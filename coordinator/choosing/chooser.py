@@ -93,6 +93,11 @@ class PlanChooser:
         self._has_observed = False  # the target, for the drafters of this session: its prompt at least
         self._has_begun = False  # a round was chosen
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the client has fixed the number of draft tokens."""
+        return self._is_fixed
+
     def choose(
         self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:

@@ -5,8 +5,8 @@ asked for: as many as promise most tokens a second, or none where plain decoding
 is tried now and then, as long as trials cost little. What is accepted of offers at a busy target is learned apart: a
 head of its own does not draft there.
 
-A trial's round is asked for by itself, and ends what the target would have answered together: so trials are some rounds
-apart, also where they are expected to lose nothing else.
+The round that asks for a trial is answered by itself, where the target would have answered several: so trials are some
+rounds apart, also where they are expected to lose nothing else.
 """
 
 from collections.abc import Sequence

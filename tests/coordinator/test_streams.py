@@ -371,9 +371,12 @@ async def test_a_worker_lost_between_rounds_is_replaced(script: Any) -> None:
 async def test_malformed_scores_are_asked_again() -> None:
     servicer = Scripted(answer_nonsense)
     async with served(servicer) as workers:
-        scored = await workers.open(SESSION, 10).score([1, 2], Proposal())
+        scorer = workers.open(SESSION, 10)
+        scored = await scorer.score([1, 2], Proposal(), TOGETHER)
+        again = await scorer.score([1, 2, 7], Proposal(), TOGETHER)
     assert scored.scores.positions[0].tail_token == 7
     assert servicer.num_streams == 2
+    assert (scored.num_lost, again.num_lost) == (TOGETHER.num_rounds, 0), "who knows what the first answer told of"
 
 
 async def test_a_session_that_moved_is_closed_at_every_worker() -> None:

@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
-from coordinator.generation import Generation, Limits, Round
+from coordinator.generation import Generation, Limits, OutputToken, Round
 from coordinator.rounds import DEFAULT_OPTIONS, RoundParts, Scored, ScoreOptions, run_rounds
 from specdec.exact.acceptance import TokenRule
 from specdec.exact.values import Proposal
@@ -60,6 +62,64 @@ async def text_of(seed: int, is_together: bool) -> list[int]:
 
     await run_rounds(generation, RoundParts({TOY: ToyDrafter(drafted, seed)}, scorer, TokenRule(), chooser), publish)
     return [entry.token for entry in generation.emitted]
+
+
+class Interrupted(Exception):
+    """The client has left, or a process is gone."""
+
+
+@dataclass(slots=True)
+class LosesAnswers(AnswersTogether):
+    """Loses an answer that tells of more than one round: it is held until they are scored, and that is too long."""
+
+    is_repeated: bool = False  # the round is asked again, at another worker; else the session is interrupted
+    num_lost: int = 0
+
+    async def score(self, committed: list[int], proposal: Proposal, options: ScoreOptions = DEFAULT_OPTIONS) -> Scored:
+        """Lose the first such answer."""
+        scored = await AnswersTogether.score(self, committed, proposal, options)
+        if self.num_lost or not self.answered:
+            return scored
+        self.num_lost = 1 + len(self.answered)
+        self.answered.clear()
+        if not self.is_repeated:
+            raise Interrupted
+        return replace(scored, num_sessions=LATER_LOAD, num_more=0, num_lost=options.num_rounds)
+
+
+async def interrupted_text_of(seed: int, *, is_repeated: bool) -> tuple[list[int], int]:
+    """Return a text of which an answer was lost, and how many rounds that told of; the session is awake after it."""
+    sampling = SamplingParams(seed=seed, max_new_tokens=NUM_TOKENS)
+    model, drafted = (ToyModel(markov_logits(number), sampling, prompt=PROMPT) for number in (1, 2))
+    scorer = LosesAnswers(model, seed, is_repeated=is_repeated)
+    committed: list[OutputToken] = []
+
+    async def publish(played: Round) -> None:
+        committed.extend(played.emitted)
+
+    def parts(chooser: PlanChooser) -> RoundParts:
+        return RoundParts({TOY: ToyDrafter(drafted, seed)}, scorer, TokenRule(), chooser)
+
+    limits = Limits(NUM_TOKENS, 1000, frozenset({END}))
+    rests = PlanChooser(SharedStatistics(), [TOY], 8)
+    rests._rest.begin_long()
+    try:
+        await run_rounds(Generation(PROMPT, sampling, limits, NoText()), parts(rests), publish)
+    except Interrupted:
+        generation = Generation(PROMPT, sampling, limits, NoText(), emitted=list(committed))
+        await run_rounds(generation, parts(PlanChooser(SharedStatistics(), [TOY], 8)), publish)
+    return [entry.token for entry in committed], scorer.num_lost
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+async def test_what_was_lost_is_drawn_again_as_it_was(is_repeated: bool) -> None:
+    """An answer that tells of an end at once is not lost: if others were drawn anew, ends would be found too often."""
+    num_lost = 0
+    for seed in range(200):
+        text, num_rounds = await interrupted_text_of(seed, is_repeated=is_repeated)
+        assert text == await text_of(seed, is_together=False)
+        num_lost += num_rounds
+    assert num_lost > 300
 
 
 async def test_a_load_that_later_draws_decide_ends_no_rest_among_answers() -> None:

@@ -72,6 +72,7 @@ class Rounds:
     num_together: int = 1  # rounds that may be answered together
     answered: deque[pb.ScoreResponse] = field(default_factory=deque)  # with another round
     num_messages: int = 0
+    num_drafts_together: int = 0  # rounds with draft tokens that came with another one
 
     async def run(self, num_rounds: int) -> None:
         """Run so many rounds."""
@@ -84,7 +85,9 @@ class Rounds:
 
     async def round(self, draft: Proposal) -> None:
         """Run one round."""
-        answer = self._known(draft) if self.answered else await self._asked(draft)
+        is_known = bool(self.answered)
+        answer = self._known(draft) if is_known else await self._asked(draft)
+        self.num_drafts_together += bool(draft) and (is_known or bool(self.answered))
         self.start = len(self.text)
         assert answer.cached_len == self.start
         self.drafts.append(draft)

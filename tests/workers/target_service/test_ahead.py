@@ -159,9 +159,9 @@ async def test_no_round_follows_the_texts_end(channel: grpc.aio.Channel, names: 
 async def test_rounds_are_not_answered_together_for_long(
     channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch, at_work: int
 ) -> None:
-    """How long goes by all sessions at work, those of other forwards too."""
+    """How long goes by all sessions at work, those of other forwards too; what waits for a place is not at work."""
     load = vars(EngineLoop)["load"].fget
-    beside = {"num_running": at_work, "num_waiting": 2 * at_work}
+    beside = {"num_running": at_work, "num_waiting": 4 * at_work, "num_without_place": 2 * at_work}
     monkeypatch.setattr(EngineLoop, "load", property(lambda engine: replace(load(engine), **beside)))
     asked: list[int] = []
 
@@ -263,6 +263,8 @@ async def test_what_is_looked_up_is_scored_ahead(
     assert counted() == (num_begun, num_begun - 1), "only the last one was not asked for"
     assert session.num_accepted > 0
     assert (session.num_messages == 30) == (num_together == 1)
+    is_together = num_together > 1 and not LOOKED_UP[name].temperature
+    assert (session.num_drafts_together > 0) == is_together, "what is lost must be drawn again as it was"
 
 
 @in_module_loop

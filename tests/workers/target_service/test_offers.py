@@ -62,6 +62,8 @@ async def test_offers_are_scored_as_any_other_draft(
     num_begun = 25 + len(offered.answered)
     assert counted() == (num_begun, num_begun - 1), "only the last one was not asked for"
     assert (offered.num_messages == 25) == (num_together == 1)
+    is_together = num_together > 1 and not SAMPLINGS[name].temperature
+    assert (offered.num_drafts_together > 0) == is_together
     assert offered.num_accepted > 0
     assert any(not draft.is_chain for draft in offered.drafts)
     again = session(without, next(names), SAMPLINGS[name], rule)
