@@ -63,6 +63,11 @@ class Before:
     has_prefill: bool = False  # it read more than rounds do, and so did those that were answered with it
     redrawn_until: int = 0  # committed tokens; up to there an answer may have been lost that told of several rounds
 
+    def note_lost(self, generation: Generation, num_rounds: int) -> None:
+        """Take note that a round was asked for, before which so many were lost; answers that are here are as well."""
+        num_lost = max(num_rounds, self.num_answered)
+        self.redrawn_until = max(self.redrawn_until, len(generation.committed) + num_lost)
+
     def is_redrawn(self, generation: Generation) -> bool:
         """Return whether the next round may have been drawn before, in an answer that was lost.
 
@@ -350,7 +355,7 @@ async def run_round(
     scored = parts.scorer.known(generation.committed, proposal) if before.num_answered else None
     if scored is None:
         scored = await _scored(generation, parts, plan, proposal, before, commit)
-        before.redrawn_until = max(before.redrawn_until, len(generation.committed) + scored.num_lost)
+        before.note_lost(generation, scored.num_lost)
         before.has_prefill = not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)

@@ -72,7 +72,7 @@ class PlanChooser:
         self._costs, self._exploration = shared.costs, shared.exploration
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
         self._maximum = maximum if num_draft_tokens is None else num_draft_tokens
-        self._is_fixed = num_draft_tokens is not None
+        self._is_fixed, self._is_greedy = num_draft_tokens is not None, is_greedy
         self._estimates = Estimates(self._costs, self._acceptance, self._is_fixed)
         self._trial: Trial | None = None  # the last round, if it was one
         self._comparisons = Comparisons()
@@ -141,15 +141,16 @@ class PlanChooser:
     def _foreseen(self, remaining_tokens: int, num_offered: int) -> DraftPlan:
         """Return the plan that the target was told of, whatever has been learned since.
 
-        The load by which a rest might end was measured after later draws, which this plan must not depend on.
+        The load by which a rest might end was measured after later draws, which this plan must not depend on. Sampled
+        sessions have plain rounds alone answered together, also where the target has not yet read what is looked up.
         """
         self._trial = None
-        drafts_lookup = any(self._draft_lengths)
+        drafts_lookup = self._is_greedy and any(self._draft_lengths)
         if drafts_lookup and (looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum))):
             return replace(looked_up, observes=False)
         self._note_offer(num_offered)
         self._rest.count()
-        if 0 < num_offered < remaining_tokens:
+        if self._is_greedy and 0 < num_offered < remaining_tokens:
             return DraftPlan(OFFER, self._num_offered, observes=False)
         return RESTING if self._acceptance else PLAIN
 

@@ -19,6 +19,7 @@ from specdec.exact.lookup import (
     LONGEST,
     MAX_READ,
     NO_MATCH,
+    NUM_LENGTHS,
     SHORTEST,
     Match,
     NextRound,
@@ -155,6 +156,18 @@ def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
     assert said.plain, "the rest goes on"
     chooser.observe(RoundOutcome(plan, plan.num_draft_tokens, (0,), 0.0, 1.2))
     assert chooser.choose(ROOM) == RESTING
+
+
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_a_match_is_drafted_among_answers_in_greedy_sessions_alone(is_greedy: bool) -> None:
+    """The target may not have read that far; what is drawn twice must be drawn alike."""
+    shared = known_costs()
+    for length in (3, 16):
+        teach(shared, length, 8)
+    chooser = PlanChooser(shared, ["a"], 32, is_greedy=is_greedy, looks_up=True)
+    chooser._draft_lengths = (8,) * NUM_LENGTHS
+    plan = chooser.choose(100, found=Found(Match(1, 16), is_foreseen=True))
+    assert plan.drafter == (LOOKUP if is_greedy else None)
 
 
 def test_rounds_that_draft_nothing_tell_what_a_match_is_worth() -> None:
