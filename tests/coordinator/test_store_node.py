@@ -145,7 +145,9 @@ async def test_a_connection_that_breaks_when_its_caller_has_left_is_noted(made: 
     async with real_node() as (node, server, breaks):
         await given_up(node, ("BLPOP", "nothing is here", "0"))
         server.kill()
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            while not breaks:  # noqa: ASYNC110  # nothing but the list tells
+                await asyncio.sleep(0.01)
         assert breaks == [None]
         server.start()
         assert await node.execute([counting(1)]) == [b"1"]
