@@ -64,7 +64,7 @@ class Before:
     redrawn_until: int = 0  # committed tokens; up to there an answer may have been lost that told of several rounds
 
     def note_lost(self, generation: Generation, num_rounds: int) -> None:
-        """Take note that a round was asked for, before which so many were lost; answers that are here are as well."""
+        """Take note that answers to so many rounds may have been lost, besides those that are here and of no use."""
         num_lost = max(num_rounds, self.num_answered)
         self.redrawn_until = max(self.redrawn_until, len(generation.committed) + num_lost)
 
