@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from benchmarks.measure import Prompt
 from benchmarks.served import Served, sharing_nothing
-from coordinator.choosing.comparisons import is_chosen
 from coordinator.draft import DraftLimits, DraftWorkers, SessionDrafter, draft_watch
 from coordinator.observing import joined
 from coordinator.pool.resolving import resolver
@@ -69,7 +68,7 @@ class Session:
             first, again = [(await drafter.propose(committed, few, STOP_BELOW)).elapsed_s for _ in range(2)]
             drafted = await drafter.propose(committed, many, STOP_BELOW)
             seconds = [first, drafted.elapsed_s + max(0.0, first - again)]  # the first one reads the last token, too
-            if is_chosen(drafted.proposal):
+            if drafted.proposal.is_chosen:
                 step[name] = {
                     "tokens": drafted.proposal.tokens,
                     "parents": drafted.proposal.tree,

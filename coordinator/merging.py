@@ -13,14 +13,13 @@ on what it drew, as its first distribution with several tokens decides.
 
 from collections.abc import Sequence
 
-from coordinator.choosing.comparisons import is_chosen
 from specdec.exact.values import Proposal
 
 
 def merged(proposals: Sequence[Proposal]) -> Proposal:
     """Return one tree of the first drawn proposal and of all that were chosen without a draw, in this order."""
-    drawn = [proposal for proposal in proposals if not is_chosen(proposal)][:1]
-    chosen = [proposal for proposal in proposals if is_chosen(proposal)]
+    drawn = [proposal for proposal in proposals if not proposal.is_chosen][:1]
+    chosen = [proposal for proposal in proposals if proposal.is_chosen]
     first, *others = [*drawn, *chosen]
     for other in others:
         first = _joined(first, other)

@@ -16,7 +16,7 @@ from coordinator.choosing.offers import OFFER
 from coordinator.choosing.plans import PLAIN, DraftPlan, Forward, Found, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
-from specdec.exact.acceptance import AcceptanceRule
+from specdec.exact.acceptance import MATCH, AcceptanceRule
 from specdec.exact.lookup import NO_MATCH, Match, NextRound, TextLookup, continued
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
@@ -72,8 +72,8 @@ class Before:
         """Return whether the next round may have been drawn before, in an answer that was lost.
 
         When an answer of several rounds is sent depends on the tokens that were drawn, and so does whether it is lost.
-        Drawn again with a draft they would be others: an end, which is sent at once, would be found too often. Plain
-        rounds, of which alone a sampled session has several in an answer, draw what they drew before.
+        Drawn again with a draft that was drawn they would be others: an end, which is sent at once, would be found too
+        often. Plain rounds, and those that are matched, draw what was drawn before.
         """
         is_drawn = generation.sampling.temperature > 0
         return is_drawn and not self.num_answered and len(generation.committed) < self.redrawn_until
@@ -343,10 +343,8 @@ async def run_round(
     await comparing.wait()
     available = AvailableDrafters(parts.drafters)
     match = parts.lookup.find(generation.committed) if parts.lookup else NO_MATCH
-    found = Found(match, len(offer), is_foreseen=before.num_answered > 0)
-    chosen = (
-        PLAIN if before.is_redrawn(generation) else parts.chooser.choose(generation.remaining_tokens, available, found)
-    )
+    found = Found(match, len(offer), before.num_answered > 0, before.is_redrawn(generation))
+    chosen = parts.chooser.choose(generation.remaining_tokens, available, found)
     plan, drafted, missed = await _drafted(parts, generation.committed, chosen, match, offer)
     proposal = drafted.proposal
     comparing.begin(chosen, available, generation.committed)
@@ -399,8 +397,6 @@ def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before:
     if num_left <= 1:
         return ScoreOptions(plan.observes)
     max_length = len(generation.committed) + num_left
-    if parts.drafters and before.is_redrawn(generation):
-        return ScoreOptions(plan.observes)
     if parts.drafters:
         next_round = parts.chooser.next_round(plan, max_length)
         num_rounds = min(parts.chooser.num_foreseen(plan), MAX_TOGETHER)
@@ -425,7 +421,7 @@ def _accepted(
 ) -> tuple[Round, Verdict]:
     """Accept by the target's answer, append to the generation, and pass on what the target observed."""
     with spans.span("accept"):
-        verdict = parts.rule.accept(proposal, scored.scores, generation.uniforms(len(proposal)))
+        verdict = _verdict(generation, parts.rule, proposal, scored.scores)
     finished_round = generation.advance(proposal, scored.scores, verdict, drafting_s, scored.elapsed_s, drafter)
     if scored.scores.observations is not None:
         observed = committed_observations(scored.scores, len(proposal), verdict)
@@ -439,6 +435,13 @@ def _accepted(
         num_sessions=scored.num_sessions,
     )
     return finished_round, verdict
+
+
+def _verdict(generation: Generation, rule: AcceptanceRule, proposal: Proposal, scores: Scores) -> Verdict:
+    """Accept what the target has matched; what was drawn, by the session's rule."""
+    if scores.is_matched or not proposal:
+        return MATCH.accept(proposal, scores)
+    return rule.accept(proposal, scores, generation.uniforms(len(proposal)))
 
 
 def committed_observations(scores: Scores, num_draft_tokens: int, verdict: Verdict) -> Observations:

@@ -63,7 +63,7 @@ class SessionWorkers:
         names = _names(offered, speculation.drafter)
         looks_up = bool(offered) and not speculation.drafter and speculation.num_draft_tokens is None
         return WorkerHandles(
-            scorer=self._workers.target.open(session, model.vocab_size, observed, rule, capabilities.ask_soon),
+            scorer=self._workers.target.open(session, model.vocab_size, observed, capabilities.ask_soon),
             drafters=drafters,
             joint=joint_drafters(names, drafters),
             rule=RULES[rule],

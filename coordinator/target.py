@@ -11,7 +11,6 @@ import grpc
 
 from coordinator import metrics
 from coordinator.checks import Checks
-from coordinator.choosing.comparisons import is_chosen
 from coordinator.choosing.plans import Forward
 from coordinator.loads import ReportedLoads
 from coordinator.observing import NOTHING
@@ -31,13 +30,12 @@ from specdec.errors import (
     UnavailableError,
 )
 from specdec.exact import codec
-from specdec.exact.acceptance import DEFAULT_RULE
 from specdec.exact.prefix import chain_draft
 from specdec.exact.values import ObservationRequest, Proposal, Scores
 from specdec.outside import REAL, Outside
 from specdec.retry import RetryPolicy
 from specdec.serving.tracing import spans
-from specdec.types import AcceptanceRuleName, ModelInfo
+from specdec.types import ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 
 RETRY = RetryPolicy(first_s=0.1, maximum_s=1.0)  # where no target worker is in service
@@ -84,19 +82,17 @@ class TargetWorkers:
         session: SessionOpening,
         vocab_size: int,
         observations: ObservationRequest = NOTHING,
-        rule: AcceptanceRuleName = DEFAULT_RULE,
         on_mismatch: Callable[[], None] = lambda: None,
     ) -> "SessionScorer":
         """Return a session's scorer; its stream opens with the first round.
 
-        `rule` is the one that accepts the session's draft tokens. `on_mismatch` is called when a worker cannot serve
-        the session: its model is another, its context too short.
+        `on_mismatch` is called when a worker cannot serve the session: its model is another, its context too short.
         """
         target = target_pb2.OpenTarget(
             session=session.opening(),
             model_fingerprint=session.model_fingerprint,
             observations=codec.observation_request_to_proto(observations),
-            acceptance_rule=types_pb2.AcceptanceRule.ValueType(rule.value),
+            matches_chosen=True,
         )
         opening = target_pb2.ScoreRequest(open=target)
         closing = target_pb2.ScoreRequest(close=types_pb2.CloseSession())
@@ -218,7 +214,7 @@ class SessionScorer:
 
     def _is_of_round(self, reply: target_pb2.ScoreResponse, length: int, proposal: Proposal) -> bool:
         """Return whether an answer that came early is that to a round of so many committed tokens."""
-        if reply.cached_len != length or not is_chosen(proposal):
+        if reply.cached_len != length or not proposal.is_chosen:
             return False
         return reply.prefix_digest == chain_draft(self._prefix_digest(length), proposal.tokens, proposal.tree)
 

@@ -1,10 +1,10 @@
 """Scoring ahead: while a round's answer is on its way the worker goes on with the one that will follow.
 
-What a round commits follows from its scores and its draws, which the worker has: a plain round commits the token that
-was drawn, and one whose draft tokens were chosen rather than drawn those that the session's acceptance rule accepts.
-The coordinator says what it will look up in the text then, or that it will draft nothing, or what the worker offers
-(target_service/offering.py); the worker looks up the same, or says in its answer what it offers, and has the engine
-score that round in the very next forward. Its answer is used only if exactly that round is asked for: the same text,
+What a round commits the worker knows where its own draws decide: a plain round commits the token that was drawn, one
+that is matched (`MatchRule`) the draft tokens that were drawn as well, and one more. The coordinator says what it will
+look up in the text then, or that it will draft nothing, or what the worker offers (target_service/offering.py); the
+worker looks up the same, or says in its answer what it offers, and has the engine score that round in the very next
+forward. Its answer is used only if exactly that round is asked for: the same text,
 proved by its digest, the same draft tokens, and nothing to observe that was not observed. It has the keys of that
 round, so what was drawn is what would be drawn then. This is a cache: no distribution and no key depends on it. The
 model's forwards and all that comes between two of them (messages, the coordinator, its store) so overlap, and all
@@ -19,12 +19,11 @@ from threading import Lock
 from typing import TypeVar
 
 from specdec.engine import EngineLoop, Task
-from specdec.exact.acceptance import AcceptanceRule
+from specdec.exact.acceptance import matched
 from specdec.exact.lookup import NextRound, TextLookup, continued
 from specdec.exact.values import ObservationRequest, Proposal, Scores
 from specdec.serving.telemetry import get_logger
 from target_service.metrics import count_ahead
-from target_service.observing import verdict
 from target_service.offering import SessionOffers
 from target_service.own_head import HeadDraft, OwnHead
 from target_service.scorer import ScoreRound, ScoreTask, Watch
@@ -53,7 +52,6 @@ class Following:
     """By what the round after another one is known."""
 
     next_round: NextRound
-    rule: AcceptanceRule | None  # of the session; None: not told, or a newer one
     lookup: TextLookup  # in the session's text
     head: OwnHead | None = None
 
@@ -97,22 +95,19 @@ class Following:
         supports = [distribution.token_ids for distribution in draft.distributions]
         parents = () if draft.is_chain else draft.parents
         start, digest = task.round.committed_length, task.digest
-        return ScoreRound(start, outlook.emitted, draft.tokens, supports, parents, prefix_digest=digest)
+        is_matched = len(draft) > 0
+        return ScoreRound(start, outlook.emitted, draft.tokens, supports, parents, digest, is_matched)
 
     def _emitted(self, task: ScoreTask) -> list[int]:
         """Return the tokens that a round commits; nothing where that cannot be foreseen."""
         scores: Scores = task.submission.result
         draft_tokens = task.round.draft_tokens
-        path: tuple[int, ...] = ()
-        closing = scores.positions[0].tail_token
-        if draft_tokens:
-            foreseen = verdict(self.rule, scores, task.round, task.session.seed)
-            if foreseen is None:
-                return []
-            path, closing = foreseen.path, foreseen.next_token
+        if draft_tokens and not task.round.is_matched:
+            return []
+        foreseen = matched(draft_tokens, task.round.tree, scores)
         if task.offers is not None:
-            task.offers.observe(task.round.committed_length, task.own_states(path))
-        return [*(draft_tokens[token] for token in path), closing]
+            task.offers.observe(task.round.committed_length, task.own_states(foreseen.path))
+        return [*(draft_tokens[token] for token in foreseen.path), foreseen.next_token]
 
 
 class AheadTask(ScoreTask):
@@ -196,10 +191,11 @@ class ScoringAhead:
     def __init__(
         self,
         engine: EngineLoop[ScoreTask],
-        rule: AcceptanceRule | None,
+        matches_chosen: bool,
         new_offers: Callable[[], SessionOffers],
     ) -> None:
-        self._engine, self._rule, self._new_offers = engine, rule, new_offers
+        """`matches_chosen`: rounds whose draft tokens were chosen are matched. Others are not foreseen."""
+        self._engine, self.matches_chosen, self._new_offers = engine, matches_chosen, new_offers
         self._offers: SessionOffers | None = None
         self._lookup = TextLookup()  # used by one task at a time, when the one before it has ended
         self._ahead: AheadTask | None = None
@@ -209,11 +205,13 @@ class ScoringAhead:
 
         `head` may draft for it.
         """
+        if not self.matches_chosen and (next_round.num_offered or any(next_round.draft_lengths)):
+            return
         if next_round.learns:
             self._offers = self._offers or self._new_offers()
             task.offers = self._offers
             task.reports_to = None if head and head.was_worth else self._offers
-        following = Following(next_round, self._rule, self._lookup, head)
+        following = Following(next_round, self._lookup, head)
         self._ahead = AheadTask(task, watch, following)
         self._engine.follow(task, self._ahead)
 
@@ -256,15 +254,11 @@ class ScoringAhead:
         """Give the rounds that follow one that was scored, as far as they are scored soon; none that fails.
 
         How long an answer is held depends on the tokens in it, and one that is lost, with its client or a process, is
-        drawn again. Where tokens are drawn that must not change them: a plain round draws the same token whenever it
-        is scored, one with draft tokens does only with the same draft. So such rounds are answered by themselves there.
+        drawn again. That changes no token of these rounds, whatever is drafted then: each has the key of its place.
 
         The engine goes on with each of them as soon as the one before it has ended. `note_scored` comes first, and has
         been called for each that is given.
         """
-        is_drawn = task.session.sampling.temperature > 0
-        if is_drawn and task.round.draft_tokens:
-            return
         now_s, round_s, ends = asyncio.get_running_loop().time, task.timings.forward_s, frozenset(ending_tokens)
         load = self._engine.load
         num_sessions = max(task.num_batched, load.num_running + load.num_waiting - load.num_without_place)
@@ -273,8 +267,6 @@ class ScoringAhead:
             following = self._ahead
             expected = following.expected if following else None
             if following is None or expected is None or ends.intersection(expected.tokens):
-                return
-            if is_drawn and expected.draft_tokens:
                 return
             rules, self._ahead = following.rules, None
             self.begin(following, following.watch, rules.next_round, rules.head)

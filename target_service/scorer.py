@@ -1,7 +1,8 @@
 """Scoring: the N + 1 positions of a tree of N draft tokens from one forward, batched over sessions.
 
 At each position the target's distribution is read on the union of the supports of the position's children, and one
-token is drawn from the rest. The distributions are taken under the same sampling parameters as the draft's.
+token is drawn from the rest. Where all draft tokens were chosen nothing is read, and the token that is drawn decides.
+The distributions are taken under the same sampling parameters as the draft's.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +15,9 @@ from specdec.drafting.successors import NUM_SUCCESSORS
 from specdec.engine import Feed, Task
 from specdec.engine.rows import bytes_of, largest_tokens, read_and_draw
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError
-from specdec.exact.randomness import Purpose, uniforms
+from specdec.exact.randomness import Purpose, own_uniforms, uniforms
 from specdec.exact.sampling import SamplingContext, drop_padding, indices
-from specdec.exact.tree import chain_parents, children_of, path_to, union
+from specdec.exact.tree import chain_parents, children_of, depths_of, path_to, union
 from specdec.exact.values import ObservationRequest, Observations, PositionLogprobs, Scores, TargetDistribution
 from specdec.serving.session_stream import WorkerSession
 from target_service.metrics import METRICS
@@ -36,6 +37,7 @@ class ScoreRound:
     supports: Sequence[Sequence[int]]  # [N], each with its draft token
     parents: tuple[int, ...] = ()  # [N], see exact/tree.py; empty: a chain
     prefix_digest: bytes | None = None  # of the first `start` tokens, to be proved; None: not asked for
+    is_matched: bool = False  # its draft tokens were chosen, and are accepted where they are what the target draws
 
     @property
     def committed_length(self) -> int:
@@ -48,8 +50,19 @@ class ScoreRound:
         return self.parents or chain_parents(len(self.draft_tokens))
 
     def unions(self) -> list[tuple[int, ...]]:
-        """Return the token ids to answer on at each position, [N + 1]."""
+        """Return the token ids to answer on at each position, [N + 1]; none where the draft tokens are matched."""
+        if self.is_matched:
+            return [()] * (len(self.draft_tokens) + 1)
         return [union(self.supports[child] for child in children) for children in children_of(self.tree)]
+
+    def draws(self, seed: int) -> Sequence[float]:
+        """Return the draws from outside the unions, [N + 1]."""
+        length = self.committed_length
+        if self.draft_tokens and not self.is_matched:
+            return uniforms(seed, length, len(self.draft_tokens) + 1, Purpose.TAIL)
+        depths = [0, *depths_of(self.tree)]
+        own = own_uniforms(seed, length, max(depths) + 1)
+        return [own[depth] for depth in depths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +234,9 @@ class Scorer:
             if told:
                 tokens = [task.round.tokens[-1], *task.round.draft_tokens]
                 told.report(task.round.committed_length, tokens, report)
-            task.finish(Scores(positions, _logprobs(task, positions, rows[-len(positions) :]), _observed(task, rows)))
+            logprobs = _logprobs(task, positions, rows[-len(positions) :])
+            observed = _observed(task, rows)
+            task.finish(Scores(positions, logprobs, observed, is_matched=task.round.is_matched))
         self._when_scored(tasks)
 
 
@@ -243,7 +258,7 @@ def _tail_draws(tasks: Sequence[ScoreTask]) -> list[float]:
 def _draws_of(task: ScoreTask) -> Sequence[float]:
     if not task.session.sampling.temperature:
         return [0.0] * task.num_positions
-    return uniforms(task.session.seed, task.round.committed_length, task.num_positions, Purpose.TAIL)
+    return task.round.draws(task.session.seed)
 
 
 def _with_contexts(

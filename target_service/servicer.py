@@ -10,7 +10,7 @@ from specdec.errors import ContextTooShortError, InvalidArgumentError, ModelMism
 from specdec.exact import codec
 from specdec.exact.lookup import NextRound
 from specdec.exact.prefix import chain_draft
-from specdec.exact.values import MAX_SUPPORT_TOKENS, Scores, Timing
+from specdec.exact.values import MAX_SUPPORT_TOKENS, ObservationRequest, Scores, Timing
 from specdec.serving.grammars import GrammarCompiler
 from specdec.serving.model_worker import run_task
 from specdec.serving.session_stream import (
@@ -27,7 +27,7 @@ from specdec.types import MAX_DRAFT_TOKENS, ModelInfo
 from specdec.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.ahead import ScoringAhead
 from target_service.metrics import METRICS
-from target_service.observing import Observing, observing_from_proto
+from target_service.observing import of_accepted, request_from_proto
 from target_service.offering import SessionOffers, SharedSuccessors
 from target_service.own_head import OwnHead
 from target_service.scorer import Scorer, ScoreRound, ScoreTask
@@ -72,7 +72,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     def _begin(self, opening: target_pb2.OpenTarget) -> "ScoreRounds":
         self._check_model(opening.model_fingerprint)
         session = session_from_proto(opening.session, self._model.vocab_size, grammars=self._grammars)
-        return ScoreRounds(session, self, observing_from_proto(opening, self._model.num_layers))
+        observations = request_from_proto(opening, self._model.num_layers)
+        return ScoreRounds(session, self, observations, opening.matches_chosen)
 
     def new_offers(self, session: WorkerSession) -> SessionOffers:
         """Return what drafts for a session's rounds that are scored ahead."""
@@ -95,13 +96,19 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise ModelMismatchError(f"this worker {problem}; ask another worker", served=self._model.fingerprint)
 
     async def score(
-        self, session: WorkerSession, message: target_pb2.Score, observing: Observing, ahead: ScoringAhead, match: bool
+        self,
+        session: WorkerSession,
+        message: target_pb2.Score,
+        observations: ObservationRequest,
+        ahead: ScoringAhead,
+        match: bool,
     ) -> tuple[target_pb2.ScoreResponse, list[ScoreTask]]:
         """Score one round, and those that are answered with it; `match` keeps cached tokens after `start` if the same.
 
         Return the answer, and the tasks that have scored its rounds; none where the round was not scored.
         """
-        given, request = self._checked(message), observing.of_round(message)
+        given = self._checked(message, ahead.matches_chosen)
+        request = ObservationRequest() if message.without_observations else observations
         next_round = self._checked_next(message)
         takes_ahead = next_round is not None and self.scores_ahead and session.sampling.grammar is None
         head = self._idle_head() if takes_ahead and next_round and next_round.learns else None
@@ -115,7 +122,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         await ahead.note_scored(task)
         if not request:  # a round that was scored ahead may have observed in vain
             scores = replace(scores, observations=None)
-        response = _answer(task, observing.of_accepted(scores, given, session.seed), ahead.offer)
+        response = _answer(task, of_accepted(scores, given), ahead.offer)
         tasks = [task]
         if takes_ahead and next_round and not request:
             num_more = min(message.num_rounds, MAX_ROUNDS) - 1
@@ -140,8 +147,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         except codec.MalformedReply as error:
             raise InvalidArgumentError({"score.next_round": f"has {error}"}) from None
 
-    def _checked(self, message: target_pb2.Score) -> ScoreRound:
-        """Check a round, so that nothing in it can harm another session.
+    def _checked(self, message: target_pb2.Score, matches_chosen: bool) -> ScoreRound:
+        """Check a round, so that nothing in it can harm another session. It may be one that is matched.
 
         Raises InvalidArgumentError, ContextTooShortError.
         """
@@ -176,6 +183,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             supports,
             parents,
             message.prefix_digest,
+            is_matched=matches_chosen and num_drafted > 0 and all(len(support) == 1 for support in supports),
         )
 
     def report(self, session: WorkerSession, task: ScoreTask) -> None:
@@ -216,18 +224,20 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 class ScoreRounds(SessionRounds):
     """One session at the target worker."""
 
-    def __init__(self, session: WorkerSession, servicer: TargetServicer, observing: Observing) -> None:
+    def __init__(
+        self, session: WorkerSession, servicer: TargetServicer, observations: ObservationRequest, matches_chosen: bool
+    ) -> None:
         super().__init__(session)
         self._servicer = servicer
-        self._observing = observing
-        self._ahead = ScoringAhead(servicer.engine, observing.rule, lambda: servicer.new_offers(session))
+        self._observations = observations
+        self._ahead = ScoringAhead(servicer.engine, matches_chosen, lambda: servicer.new_offers(session))
         self._scored = list[ScoreTask]()  # the last answer's rounds, until they are reported
 
     async def answer(self, message: target_pb2.Score, is_first: bool) -> target_pb2.ScoreResponse:
         """Score one round."""
         await self.session.grammar.compile(self.session.sampling)
         answer, self._scored = await self._servicer.score(
-            self.session, message, self._observing, self._ahead, match=is_first
+            self.session, message, self._observations, self._ahead, match=is_first
         )
         return answer
 

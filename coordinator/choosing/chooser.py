@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coordinator.choosing.acceptance_history import SessionAcceptance
-from coordinator.choosing.comparisons import Comparisons, Unused, is_chosen
+from coordinator.choosing.comparisons import Comparisons, Unused
 from coordinator.choosing.costs import RESTING as RESTING_ROUNDS
 from coordinator.choosing.costs import Counts
 from coordinator.choosing.estimates import JOINT_LENGTH, Estimates
@@ -72,7 +72,7 @@ class PlanChooser:
         self._costs, self._exploration = shared.costs, shared.exploration
         self._acceptance = {name: SessionAcceptance(shared.acceptance(name, is_greedy)) for name in drafters}
         self._maximum = maximum if num_draft_tokens is None else num_draft_tokens
-        self._is_fixed, self._is_greedy = num_draft_tokens is not None, is_greedy
+        self._is_fixed = num_draft_tokens is not None
         self._estimates = Estimates(self._costs, self._acceptance, self._is_fixed)
         self._trial: Trial | None = None  # the last round, if it was one
         self._comparisons = Comparisons()
@@ -106,8 +106,8 @@ class PlanChooser:
         `available` are the drafters whose workers answer; None: all.
         """
         self._match, num_offered = found.match, found.num_offered
-        if found.is_foreseen:
-            return self._foreseen(remaining_tokens, num_offered)
+        if found.is_foreseen or found.is_redrawn:
+            return self._undrawn(remaining_tokens, found)
         has_begun, self._has_begun = self._has_begun, True
         if has_begun and (looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum))):
             self._trial = None
@@ -138,21 +138,21 @@ class PlanChooser:
             return self._probe((unknown or drafters)[0], maximum)
         return self._best_or_trial(drafters, maximum)
 
-    def _foreseen(self, remaining_tokens: int, num_offered: int) -> DraftPlan:
-        """Return the plan that the target was told of, whatever has been learned since.
+    def _undrawn(self, remaining_tokens: int, found: Found) -> DraftPlan:
+        """Return the plan of a round whose draft may not be drawn: what the target was told of, or plain decoding.
 
-        The load by which a rest might end was measured after later draws, which this plan must not depend on. Sampled
-        sessions have plain rounds alone answered together, also where the target has not yet read what is looked up.
+        The load by which a rest might end was measured after later draws, which no draft that is drawn may depend on.
         """
         self._trial = None
-        drafts_lookup = self._is_greedy and any(self._draft_lengths)
-        if drafts_lookup and (looked_up := self._plan_lookup(min(remaining_tokens - 1, self._maximum))):
-            return replace(looked_up, observes=False)
-        self._note_offer(num_offered)
-        self._rest.count()
-        if self._is_greedy and 0 < num_offered < remaining_tokens:
+        maximum = min(remaining_tokens - 1, self._maximum)
+        if any(self._draft_lengths) and (looked_up := self._plan_lookup(maximum)):
+            return replace(looked_up, observes=False) if found.is_foreseen else looked_up
+        self._note_offer(found.num_offered)
+        if found.is_foreseen:
+            self._rest.count()
+        if 0 < found.num_offered < remaining_tokens:
             return DraftPlan(OFFER, self._num_offered, observes=False)
-        return RESTING if self._acceptance else PLAIN
+        return RESTING if found.is_foreseen and self._acceptance else PLAIN
 
     def _note_offer(self, num_offered: int) -> None:
         """Take note of how many draft tokens the target has offered for a round that begins."""
@@ -278,7 +278,7 @@ class PlanChooser:
 
     def observe_unused(self, plan: DraftPlan, proposal: Proposal, base_length: int) -> None:
         """Add a proposal that no round used, drafted after `base_length` tokens; drawn ones cannot be compared."""
-        if is_chosen(proposal):
+        if proposal.is_chosen:
             self._comparisons.add(Unused(plan, proposal, base_length))
         elif plan.drafter in self._next_compared:
             self._next_compared.remove(plan.drafter)

@@ -47,14 +47,9 @@ class Unused:
         return Compared(self.plan, len(self.proposal), path, min(max(weight, 1 / MAX_WEIGHT), MAX_WEIGHT))
 
 
-def is_chosen(proposal: Proposal) -> bool:
-    """Return whether no token of it was drawn."""
-    return all(len(distribution.token_ids) == 1 for distribution in proposal.distributions)
-
-
 def is_missed(proposal: Proposal) -> bool:
     """Return whether a fallback may take its place: it has hardly a token, and no draw decided that."""
-    return len(proposal) < MIN_FOUND and is_chosen(proposal)
+    return len(proposal) < MIN_FOUND and proposal.is_chosen
 
 
 @dataclass(slots=True)

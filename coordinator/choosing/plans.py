@@ -25,6 +25,7 @@ class Found:
     match: Match = NO_MATCH  # in the session's own text
     num_offered: int = 0  # draft tokens of the target's own, which it has begun to score
     is_foreseen: bool = False  # the target has answered already what was said of this round
+    is_redrawn: bool = False  # its tokens may have been drawn before: no draft may be drawn
 
 
 NOTHING = Found()

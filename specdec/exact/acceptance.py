@@ -20,7 +20,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms, Verdict
+from specdec.exact.tree import children_of
+from specdec.exact.values import (
+    NO_DRAWS,
+    Proposal,
+    Scores,
+    SparseDistribution,
+    TargetDistribution,
+    Uniforms,
+    Verdict,
+)
 from specdec.types import AcceptanceRuleName, TokenOrigin
 
 
@@ -244,6 +253,40 @@ class BlockRule:
         return Thresholds(accept, close)
 
 
+class MatchRule:
+    """Keeps chosen draft tokens as long as they are what the target draws: "naive sampling" (Miao et al. 2024).
+
+    At each position the target has drawn one token from its whole distribution. A chosen token is the same one with its
+    probability p there, and one of several siblings with the sum of theirs: for tokens of which each had the chance 1
+    in the draft no rule accepts more. What is committed is what the target has drawn, so that with draws that belong
+    to places in the text no draft changes a token. Drafts that were drawn would be accepted less often than by the
+    other rules, and are not scored this way.
+    """
+
+    def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms = NO_DRAWS) -> Verdict:
+        """Return the accepted path and the closing token; nothing is drawn."""
+        return matched(proposal.tokens, proposal.tree, scores)
+
+    def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
+        """Return nothing: no draw decides."""
+        return Thresholds([0.0] * len(proposal), [()] * (len(proposal) + 1))
+
+
+def matched(tokens: Sequence[int], parents: Sequence[int], scores: Scores) -> Verdict:
+    """Return the path of draft tokens [N] that the target has drawn as well, and the token that it draws at its end."""
+    children = children_of(parents)
+    path: list[int] = []
+    position = 0
+    while True:
+        drawn = scores.positions[position].tail_token
+        child = next((child for child in children[position] if tokens[child] == drawn), None)
+        if child is None:
+            origin = TokenOrigin.RECOVERED if children[position] else TokenOrigin.BONUS
+            return Verdict(tuple(path), drawn, origin)
+        path.append(child)
+        position = child + 1
+
+
 RULES: Mapping[AcceptanceRuleName, AcceptanceRule] = {
     AcceptanceRuleName.TOKEN: TokenRule(),
     AcceptanceRuleName.BLOCK: BlockRule(),
@@ -252,6 +295,7 @@ RULES: Mapping[AcceptanceRuleName, AcceptanceRule] = {
 # on chains never worse than the token rule (enumerated: 612 of 612), on merged trees neither (456 of 456); of 450
 # enumerated trees with drawn siblings 92 are better, and one is worse, by 0.1 %
 DEFAULT_RULE = AcceptanceRuleName.BLOCK
+MATCH = MatchRule()  # where the target has matched a chosen draft, whichever rule accepts what was drawn
 
 
 def choose(weights: Sequence[float], uniform: float) -> int:

@@ -306,12 +306,15 @@ def scores_to_proto(scores: Scores) -> target_pb2.ScoreResponse:
         logprobs=[_logprobs_to_proto(position) for position in scores.logprobs],
         observations=observations_to_proto(scores.observations) if scores.observations else None,
         observed=None if scores.observed is None else target_pb2.DraftTokens(indices=scores.observed),
+        is_matched=scores.is_matched,
     )
 
 
 def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, vocab_size: int) -> Scores:
     """Check a target worker's answer against the proposal it scored. Raises MalformedReply."""
-    unions = proposal.unions()
+    if message.is_matched and not proposal.is_chosen:
+        raise MalformedReply("a draft is matched that was drawn")
+    unions = [()] * (len(proposal) + 1) if message.is_matched else proposal.unions()
     sizes = [len(token_ids) for token_ids in unions]
     probs = _unpack(message.support_probs, FLOAT32, sum(sizes))
     mass = _unpack(message.tail_mass, FLOAT32, len(sizes))
@@ -330,7 +333,8 @@ def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, voc
         _check_logprobs(logprobs, unions, tokens)
         _check_top(logprobs, vocab_size)
     observations = observations_from_proto(message.observations) if message.HasField("observations") else None
-    return Scores(positions, logprobs, observations, _observed_from_proto(message, len(proposal)))
+    observed = _observed_from_proto(message, len(proposal))
+    return Scores(positions, logprobs, observations, observed, message.is_matched)
 
 
 def _observed_from_proto(message: target_pb2.ScoreResponse, num_draft_tokens: int) -> tuple[int, ...] | None:

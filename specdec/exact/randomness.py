@@ -1,8 +1,11 @@
 """Randomness as a pure function of (seed, key): a retried or repeated call makes the same decision.
 
 Every draw of a session is `uniform(seed, Key(...))`. The committed length at the round's start is part of the key and
-is fresh each round, since each round commits at least one token; so no key is consumed twice, and keeping, discarding
+is fresh each round, since each round commits at least one token; so no key decides twice, and keeping, discarding
 or repeating a round's draws never ties one round to another.
+
+A token that the target draws itself, in a plain round or where draft tokens were chosen (`MatchRule`), has the key of
+its place in the text: that of the plain round which would draw it. So it is the same token, whatever was drafted.
 
 Source: the counter-based generator Philox4x64-10 (Salmon, Moraes, Dror and Shaw 2011).
 """
@@ -13,11 +16,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.exact.values import Uniforms
+from specdec.exact.values import NO_DRAWS, Uniforms
 
 MAX_SEED = 2**64 - 1
 BLOCK_WORDS = 4  # that one value of the counter yields, 64 bits each; the next value follows by itself
-NO_DRAWS = Uniforms((), 0.0)
 
 
 class Purpose(enum.IntEnum):
@@ -67,6 +69,11 @@ def uniform(seed: int, key: Key) -> float:
 def uniforms(seed: int, committed_length: int, count: int, purpose: Purpose) -> tuple[float, ...]:
     """Return the draws of positions 0 to count - 1 of one round."""
     return tuple(map(_unit, _generator.words(seed, purpose, 0, committed_length, count))) if count else ()
+
+
+def own_uniforms(seed: int, position: int, count: int) -> tuple[float, ...]:
+    """Return the draws of the tokens that the target draws itself at `count` places of the text from `position` on."""
+    return tuple(uniform(seed, Key(place, 0, Purpose.TAIL)) for place in range(position, position + count))
 
 
 def _unit(word: int) -> float:

@@ -49,6 +49,11 @@ class Proposal:
         return not self.parents or self.parents == chain_parents(len(self.tokens))
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether no token was drawn."""
+        return all(len(distribution.token_ids) == 1 for distribution in self.distributions)
+
+    @property
     def depth(self) -> int:
         """The maximum number of tokens that can be accepted."""
         return len(self.tokens) if not self.parents else max(depths_of(self.parents))
@@ -149,6 +154,7 @@ class Scores:
     logprobs: tuple[PositionLogprobs, ...] = ()  # [N + 1], or empty where none were asked for
     observations: Observations | None = None  # of the last committed tokens, then of draft tokens
     observed: tuple[int, ...] | None = None  # the draft tokens that are observed, as indices, rising; None: all N
+    is_matched: bool = False  # each position's token is drawn from its whole distribution; the draft was chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,9 @@ class Uniforms:
 
     accept: Sequence[float]  # [N], in [0, 1): one a draft token
     close: float  # in [0, 1)
+
+
+NO_DRAWS = Uniforms((), 0.0)
 
 
 @dataclass(frozen=True, slots=True)

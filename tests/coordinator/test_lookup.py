@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.lookups import COMPARED_LENGTH, LOOKUP, SHORTEST_OF, Lookups
+from coordinator.choosing.offers import OFFER
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
 from coordinator.choosing.shared_statistics import (
     FIRST_SCOUTS,
@@ -158,16 +159,19 @@ def test_a_match_is_drafted_in_the_middle_of_a_rest() -> None:
     assert chooser.choose(ROOM) == RESTING
 
 
+@pytest.mark.parametrize("is_redrawn", [True, False])
 @pytest.mark.parametrize("is_greedy", [True, False])
-def test_a_match_is_drafted_among_answers_in_greedy_sessions_alone(is_greedy: bool) -> None:
-    """The target may not have read that far; what is drawn twice must be drawn alike."""
+def test_a_match_is_drafted_among_answers_and_after_their_loss(is_greedy: bool, is_redrawn: bool) -> None:
+    """As the target was told; drawn again later, it is the same text. So is that of an offer, or of a plain round."""
     shared = known_costs()
     for length in (3, 16):
         teach(shared, length, 8)
-    chooser = PlanChooser(shared, ["a"], 32, is_greedy=is_greedy, looks_up=True)
+    chooser = PlanChooser(shared, ["a"], 32, is_greedy=is_greedy, looks_up=True, takes_offers=True)
     chooser._draft_lengths = (8,) * NUM_LENGTHS
-    plan = chooser.choose(100, found=Found(Match(1, 16), is_foreseen=True))
-    assert plan.drafter == (LOOKUP if is_greedy else None)
+    kinds = (not is_redrawn, is_redrawn)
+    founds = Found(Match(1, 16), 3, *kinds), Found(NO_MATCH, 3, *kinds), Found(NO_MATCH, 0, *kinds)
+    assert [chooser.choose(100, found=found).drafter for found in founds] == [LOOKUP, OFFER, None]
+    assert chooser.choose(100).drafter == "a", "which draws"
 
 
 def test_rounds_that_draft_nothing_tell_what_a_match_is_worth() -> None:

@@ -17,9 +17,9 @@ from coordinator.choosing.plans import NOTHING, RESTING, DraftPlan, Found
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.rounds import DEFAULT_OPTIONS, Scored, ScoreOptions
 from specdec.drafting.successors import SharedTable
-from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule
+from specdec.exact.acceptance import MATCH, AcceptanceRule, BlockRule, TokenRule
 from specdec.exact.lookup import NextRound, TextLookup
-from specdec.exact.randomness import acceptance_uniforms
+from specdec.exact.randomness import own_uniforms
 from specdec.exact.values import Proposal, one_hot
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
@@ -53,7 +53,6 @@ TARGET = ToyModel(markov_logits(SEED_OF_TARGET))
 class OfferingScorer(ToyScorer):
     """Offers drafts of the next round, as the target worker does."""
 
-    rule: AcceptanceRule
     offers: SessionOffers
     lookup: TextLookup = field(default_factory=TextLookup)
 
@@ -63,9 +62,9 @@ class OfferingScorer(ToyScorer):
         ranked = self.distributions(tuple(committed), proposal).argsort(dim=-1, descending=True).tolist()
         reports = [pack(f"<{len(tokens)}I", *tokens) for tokens in ranked]
         self.offers.report(len(committed), [committed[-1], *proposal.tokens], reports)
-        verdict = self.rule.accept(
-            proposal, scored.scores, acceptance_uniforms(self.seed, len(committed), len(proposal))
-        )
+        if not proposal.is_chosen:
+            return scored
+        verdict = MATCH.accept(proposal, scored.scores)
         text = [*committed, *(proposal.tokens[token] for token in verdict.path), verdict.next_token]
         if options.next_round is None or len(text) >= options.next_round.max_length:
             return scored
@@ -78,26 +77,30 @@ class OfferingScorer(ToyScorer):
 
 @dataclass(slots=True)
 class PeekingScorer(OfferingScorer):
-    """Offers what the coming draw would choose from the target's distribution, in front."""
+    """Offers a draft where the coming draw is low: else the next round draws with other keys."""
 
     def draft(self, text: list[int], next_round: NextRound) -> Proposal:
-        """Return a draft of one token, which depends on the draw that will judge it."""
-        will_pass = acceptance_uniforms(self.seed, len(text), 1).accept[0] < 0.5
-        token = self.model.distribution(tuple(text)).argsort(descending=True).tolist()[0 if will_pass else 1]
-        return Proposal((token,), (one_hot(token),))
+        """Return a draft of one token, or nothing, which depends on the draw that will decide."""
+        is_low = own_uniforms(self.seed, len(text), 1)[0] < 0.5
+        return Proposal((0,), (one_hot(0),)) if is_low else Proposal()
 
 
 class TakesOffers(PlanChooser):
-    """Drafts what is offered, and nothing else."""
+    """Drafts what is offered; where nothing is, a token that is drawn, after which nothing can be offered."""
 
     def __init__(self, num_offered: int = NUM_OFFERED) -> None:
         super().__init__(SharedStatistics(), [TOY], num_offered, takes_offers=True)
         self._asked = num_offered
+        self._was_drawn = True  # the last round's draft, so that the first round is plain
 
     def choose(
         self, remaining_tokens: int, available: Iterable[str] | None = None, found: Found = NOTHING
     ) -> DraftPlan:
-        return DraftPlan(OFFER, self._asked, observes=False) if 0 < found.num_offered < remaining_tokens else RESTING
+        if 0 < found.num_offered < remaining_tokens:
+            self._was_drawn = False
+            return DraftPlan(OFFER, self._asked, observes=False)
+        self._was_drawn = not self._was_drawn and remaining_tokens > 1
+        return DraftPlan(TOY, 1, observes=False) if self._was_drawn else RESTING
 
     def next_round(self, plan: DraftPlan, max_length: int) -> NextRound:
         return NextRound((), True, max_length, self._asked, learns=True)
@@ -107,7 +110,7 @@ async def generated(
     shared: SharedSuccessors, seed: int, rule: AcceptanceRule, scorer: type[OfferingScorer] = OfferingScorer
 ) -> GenerationResult:
     session = WorkerSession(f"session {seed}", 1, SamplingParams(seed=seed), len(PROMPT))
-    scoring = scorer(TARGET, seed, rule, SessionOffers(session, shared.of(session)))
+    scoring = scorer(TARGET, seed, SessionOffers(session, shared.of(session)))
     return await generate_with({TOY: ToyDrafter(TARGET, seed)}, scoring, TakesOffers(), NUM_GENERATED, rule)
 
 
@@ -182,7 +185,7 @@ async def second_token(
 ) -> int:
     """Generate; return the second token."""
     session = WorkerSession("session", 1, SamplingParams(seed=seed, temperature=temperature), 2)
-    scorer = OfferingScorer(model, seed, TokenRule(), SessionOffers(session, OthersTable(reports, seed)))
+    scorer = OfferingScorer(model, seed, SessionOffers(session, OthersTable(reports, seed)))
     return (await generate_with({TOY: ToyDrafter(model, seed)}, scorer, TakesOffers(1), 4, TokenRule())).tokens[1]
 
 

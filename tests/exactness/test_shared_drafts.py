@@ -91,12 +91,16 @@ class RankingScorer(ToyScorer):
 
 
 async def generated(
-    drafter: TextDrafter[Any], seed: int, rule: AcceptanceRule, loses_observations: bool = False
+    drafter: TextDrafter[Any],
+    seed: int,
+    rule: AcceptanceRule,
+    loses_observations: bool = False,
+    scorer: type[ToyScorer] = RankingScorer,
 ) -> GenerationResult:
     """Generate one text; its session is over."""
     served = ServedDrafter(TARGET, seed, drafter, loses_observations)
     chooser = new_chooser(NUM_DRAFT_TOKENS)
-    result = await generate_text(served, RankingScorer(TARGET, seed), chooser, NUM_GENERATED, rule)
+    result = await generate_text(served, scorer(TARGET, seed), chooser, NUM_GENERATED, rule)
     drafter.forget(served.session)
     await asyncio.sleep(0)  # the text is indexed
     await asyncio.sleep(0)
@@ -156,6 +160,13 @@ async def test_generated_text_has_the_targets_distribution(name: str) -> None:
 # ---- equal seeds
 
 
+@dataclass(slots=True)
+class OlderScorer(RankingScorer):
+    """Does not match chosen drafts. A rule accepts them, as it does where they are joined with drawn ones."""
+
+    matches = False
+
+
 async def repeated(is_recycled: bool) -> list[GenerationResult]:
     """Generate with each seed twice, the second time from what the first left; return the second ones."""
     plays = []
@@ -165,8 +176,8 @@ async def repeated(is_recycled: bool) -> list[GenerationResult]:
         async with asyncio.TaskGroup() as tasks:
             indexing = tasks.create_task(finished.keep_indexing())
             await asyncio.sleep(0)
-            await generated(drafter, seed, TokenRule())
-            plays.append(await generated(drafter, seed, TokenRule()))
+            await generated(drafter, seed, TokenRule(), scorer=OlderScorer)
+            plays.append(await generated(drafter, seed, TokenRule(), scorer=OlderScorer))
             indexing.cancel()
     return plays
 

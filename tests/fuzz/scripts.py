@@ -81,7 +81,7 @@ def target_script(rng: random.Random, _: Seen) -> Script:
     opening = target_pb2.ScoreRequest(
         open=target_pb2.OpenTarget(
             session=_session(rng),
-            acceptance_rule=rng.choice((0, 1, 2)),  # type: ignore[arg-type]  # any of them
+            matches_chosen=rng.random() < 0.7,
             observations=types_pb2.ObservationRequest(hidden_layers=[1, 3], num_top_tokens=4)
             if rng.random() < 0.3
             else None,

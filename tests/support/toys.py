@@ -6,7 +6,7 @@ They use the production sampling code, keys and supports; only the models are ma
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from specdec.exact.acceptance import AcceptanceRule, TokenRule
 from specdec.exact.lookup import TextLookup
 from specdec.exact.randomness import Key, Purpose
 from specdec.exact.sampling import SamplingContext, draw, draw_dense, next_token_distributions, sparse_distributions
-from specdec.exact.tree import path_to
+from specdec.exact.tree import depths_of, path_to
 from specdec.exact.values import Observations, Proposal, Scores, SparseDistribution, TargetDistribution, one_hot
 from specdec.outside import Outside
 from specdec.types import SamplingParams
@@ -250,6 +250,8 @@ class LosingDrafter(ObservingDrafter):
 class ToyScorer:
     """Scores with a toy model."""
 
+    matches: ClassVar[bool] = True  # chosen draft tokens
+
     model: ToyModel
     seed: int
 
@@ -262,10 +264,20 @@ class ToyScorer:
         return None
 
     def scored(self, committed: Sequence[int], proposal: Proposal) -> Scored:
-        """Return the answers, without waiting."""
+        """Return the answers, without waiting; chosen draft tokens are matched."""
+        if self.matches and proposal and proposal.is_chosen:
+            return Scored(self.matched(committed, proposal), SCORE_S)
         probs, outside = self.answer(tuple(committed), proposal)
         tokens, masses = (each.tolist() for each in draw_dense(outside, self.draws(len(committed), len(outside))))
         return Scored(Scores(tuple(map(TargetDistribution, probs, masses, tokens))), SCORE_S)
+
+    def matched(self, committed: Sequence[int], proposal: Proposal) -> Scores:
+        """Return what the target draws itself at each position."""
+        depths = [0, *depths_of(proposal.tree)]
+        draws = randomness.own_uniforms(self.seed, len(committed), max(depths) + 1)
+        whole = self.distributions(tuple(committed), proposal)
+        tokens = draw_dense(whole, [draws[depth] for depth in depths])[0].tolist()
+        return Scores(tuple(TargetDistribution((), 1.0, token) for token in tokens), is_matched=True)
 
     def answer(self, committed: History, proposal: Proposal) -> Answer:
         """Return what does not depend on the seed; cached, because histories repeat."""
@@ -295,6 +307,12 @@ class ToyScorer:
     def draws(self, committed_length: int, count: int) -> Sequence[float]:
         """Return the uniforms of the tail tokens."""
         return randomness.uniforms(self.seed, committed_length, count, Purpose.TAIL)
+
+
+class OlderScorer(ToyScorer):
+    """Answers chosen draft tokens as it does drawn ones, for a rule to accept."""
+
+    matches = False
 
 
 @dataclass(slots=True)

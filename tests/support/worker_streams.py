@@ -120,7 +120,7 @@ class TargetStream(WorkerStream[target_pb2.ScoreRequest, target_pb2.ScoreRespons
         epoch: int = 1,
         num_prompt: int = len(PROMPT),
         observations: ObservationRequest | None = None,
-        rule: int = 0,
+        matches_chosen: bool = True,
         model_fingerprint: str = "",
         incarnation: str = "",
     ) -> None:
@@ -128,7 +128,7 @@ class TargetStream(WorkerStream[target_pb2.ScoreRequest, target_pb2.ScoreRespons
             session=open_session(session_id, epoch, sampling, num_prompt, incarnation),
             observations=codec.observation_request_to_proto(observations) if observations else None,
             model_fingerprint=model_fingerprint,
-            acceptance_rule=types_pb2.AcceptanceRule.ValueType(rule),
+            matches_chosen=matches_chosen,
         )
         super().__init__(target_pb2_grpc.TargetServiceStub(channel).Score(), target_pb2.ScoreRequest(open=opening))
 

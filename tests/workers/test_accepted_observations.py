@@ -1,4 +1,4 @@
-"""A target worker that knows the session's rule observes the accepted draft tokens alone, through real servers."""
+"""A target worker observes the accepted draft tokens alone where it matches them, through real servers."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -11,10 +11,9 @@ import pytest
 import pytest_asyncio
 
 from specdec.exact import codec
-from specdec.exact.acceptance import RULES
-from specdec.exact.randomness import acceptance_uniforms
+from specdec.exact.acceptance import MATCH
 from specdec.exact.values import ObservationRequest, Proposal, Scores, SparseDistribution, one_hot
-from specdec.types import AcceptanceRuleName, SamplingParams
+from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from tests.support.architectures import VOCAB_SIZE, build
 from tests.support.cluster import save_tokenizer
@@ -24,7 +23,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WINDOW = 4
 LAYERS = ObservationRequest(hidden_layers=(0, 1), num_top_tokens=2)
 NUM_SEEDS = 25
-NEWER_RULE = 99
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -58,17 +56,15 @@ async def likely_tree(channel: grpc.aio.Channel, name: str) -> Proposal:
     return Proposal(tokens, tuple(map(one_hot, tokens)), (0, 0, 1, 1, 2, 2))
 
 
-@pytest.mark.parametrize("rule", AcceptanceRuleName)
-async def test_they_are_those_that_the_coordinator_accepts(
-    rule: AcceptanceRuleName, channel: grpc.aio.Channel, names: Iterator[str]
-) -> None:
+async def test_they_are_those_that_the_coordinator_accepts(channel: grpc.aio.Channel, names: Iterator[str]) -> None:
     """Of many seeds, at temperatures 0 and low: paths of every length, and each of them is the coordinator's own."""
     tree, lengths = await likely_tree(channel, next(names)), Counter[int]()
     for seed, temperature in product(range(1, NUM_SEEDS + 1), (0.0, 0.02, 1.0)):
         sampling = SamplingParams(seed=seed, temperature=temperature)
-        told = await answered(TargetStream(channel, next(names), sampling, observations=LAYERS, rule=rule.value), tree)
-        whole = await answered(TargetStream(channel, next(names), sampling, observations=LAYERS), tree)
-        path = RULES[rule].accept(tree, told, acceptance_uniforms(seed, len(PROMPT), len(tree))).path
+        told = await answered(TargetStream(channel, next(names), sampling, observations=LAYERS), tree)
+        older = TargetStream(channel, next(names), sampling, observations=LAYERS, matches_chosen=False)
+        whole = await answered(older, tree)
+        path = MATCH.accept(tree, told).path
         lengths[len(path)] += 1
         assert whole.observations is not None
         assert told.observed == path
@@ -81,26 +77,28 @@ async def test_all_are_observed_where_only_top_tokens_are_asked_for(
 ) -> None:
     """They are few bytes; leaving some out would take longer than sending them."""
     tree = await likely_tree(channel, next(names))
-    rule, request = AcceptanceRuleName.BLOCK.value, ObservationRequest(num_top_tokens=2)
-    scores = await answered(TargetStream(channel, next(names), observations=request, rule=rule), tree)
-    whole = await answered(TargetStream(channel, next(names), observations=LAYERS), tree)
+    request = ObservationRequest(num_top_tokens=2)
+    scores = await answered(TargetStream(channel, next(names), observations=request), tree)
+    older = TargetStream(channel, next(names), observations=LAYERS, matches_chosen=False)
+    whole = await answered(older, tree)
     assert scores.observed is None
     assert scores.observations is not None
     assert whole.observations is not None
     assert scores.observations.top_tokens == whole.observations.top_tokens
 
 
-@pytest.mark.parametrize("name", ["drawn", "no rule", "a newer rule"])
+@pytest.mark.parametrize("name", ["drawn", "an older coordinator"])
 async def test_all_are_observed_where_the_worker_cannot_know(
     name: str, channel: grpc.aio.Channel, names: Iterator[str]
 ) -> None:
     """Probabilities of draft distributions never reach the worker."""
     tree = await likely_tree(channel, next(names))
-    rule = {"drawn": AcceptanceRuleName.BLOCK.value, "no rule": 0, "a newer rule": NEWER_RULE}[name]
     if name == "drawn":
         shared = SparseDistribution(tree.tokens[:2], (0.5, 0.5))
         tree = replace(tree, distributions=(shared, shared, *tree.distributions[2:]))
-    scores = await answered(TargetStream(channel, next(names), observations=LAYERS, rule=rule), tree)
+    scores = await answered(
+        TargetStream(channel, next(names), observations=LAYERS, matches_chosen=name == "drawn"), tree
+    )
     assert scores.observed is None
     assert scores.observations is not None
     assert len(scores.observations) == WINDOW + len(tree)

@@ -1,6 +1,7 @@
 """The target worker on trees and observations, through real servers."""
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ async def test_positions_score_as_on_their_own_path(name: str, channel: grpc.aio
         path = [TREE.tokens[index] for index in path_to(position, TREE.tree)]
         asked = SparseDistribution(union or (0, 1), (1 / len(union or (0, 1)),) * len(union or (0, 1)))
         chain = Proposal((*path, asked.token_ids[0]), (*map(one_hot, path), asked))
-        alone = await scored(TargetStream(channel, next(names), PARAMETERS[name]), 0, PROMPT, chain)
+        stream = TargetStream(channel, next(names), PARAMETERS[name], matches_chosen=False)
+        alone = await scored(stream, 0, PROMPT, chain)
         expected = alone.positions[len(path)]
         found = scores.positions[position]
         if union:
@@ -86,6 +88,22 @@ async def test_positions_score_as_on_their_own_path(name: str, channel: grpc.aio
             assert found.tail_mass == pytest.approx(expected.tail_mass, abs=1e-5)
         else:
             assert found.tail_mass == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+async def test_a_chosen_tree_is_matched_with_what_plain_decoding_draws(
+    name: str, channel: grpc.aio.Channel, names: Iterator[str]
+) -> None:
+    """At each position the token is the one that a plain round draws after its path; nothing else is answered."""
+    tree = replace(TREE, distributions=tuple(map(one_hot, TREE.tokens)))
+    scores = await scored(TargetStream(channel, next(names), PARAMETERS[name]), 0, PROMPT, tree)
+    assert scores.is_matched
+    for position, found in enumerate(scores.positions):
+        text = [*PROMPT, *(TREE.tokens[index] for index in path_to(position, TREE.tree))]
+        plain = await scored(TargetStream(channel, next(names), PARAMETERS[name]), 0, text, Proposal())
+        assert found == plain.positions[0]
+        assert not found.support_probs
+        assert found.tail_mass == pytest.approx(1)
 
 
 @pytest.mark.parametrize("leaf", range(len(TREE)))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from specdec.exact import codec
-from specdec.exact.acceptance import RULES
+from specdec.exact.acceptance import DEFAULT_RULE, MATCH, RULES
 from specdec.exact.prefix import chain, chain_draft
 from specdec.exact.randomness import Key, Purpose, acceptance_uniforms, uniform
 from specdec.exact.values import Proposal, Scores, SparseDistribution
-from specdec.types import AcceptanceRuleName, SamplingParams
+from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from tests.support.worker_streams import TargetStream
 from tests.workers.conftest import NUM_TOKENS
@@ -56,13 +56,12 @@ def assert_scores(scores: Scores, distributions: torch.Tensor, committed_length:
 
 @dataclass
 class Rounds:
-    """A session whose rounds commit what its rule accepts, and say what follows, as a coordinator's do."""
+    """A session whose rounds commit what is accepted, and say what follows, as a coordinator's do."""
 
     stream: TargetStream
     sampling: SamplingParams
     next_round: pb.NextRound
     text: list[int]
-    rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK
     start: int = 0  # tokens of the text that the worker has
     offer: Proposal = field(default_factory=Proposal)  # with the last answer
     drafts: list[Proposal] = field(default_factory=list)
@@ -73,6 +72,11 @@ class Rounds:
     answered: deque[pb.ScoreResponse] = field(default_factory=deque)  # with another round
     num_messages: int = 0
     num_drafts_together: int = 0  # rounds with draft tokens that came with another one
+
+    async def decode(self, num_tokens: int) -> None:
+        """Decode plainly up to so many tokens."""
+        while len(self.text) < num_tokens:
+            await self.round(Proposal())
 
     async def run(self, num_rounds: int) -> None:
         """Run so many rounds."""
@@ -95,7 +99,7 @@ class Rounds:
         scores = codec.scores_from_proto(answer, draft, self.vocab_size)
         assert self.sampling.seed is not None
         draws = acceptance_uniforms(self.sampling.seed, self.start, len(draft))
-        verdict = RULES[self.rule].accept(draft, scores, draws)
+        verdict = (MATCH if scores.is_matched else RULES[DEFAULT_RULE]).accept(draft, scores, draws)
         self.num_accepted += len(verdict.path)
         self.text += [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
         self.offer = codec.offer_from_proto(answer.offer, self.next_round.num_offered, self.vocab_size)

@@ -12,7 +12,7 @@ from specdec.engine import EngineLoop
 from specdec.exact.lookup import NUM_LENGTHS, TextLookup, continued
 from specdec.exact.prefix import chain
 from specdec.exact.values import ObservationRequest, Proposal, SparseDistribution, one_hot
-from specdec.types import AcceptanceRuleName, SamplingParams
+from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service import ahead
 from target_service.ahead import AheadTask
@@ -215,14 +215,14 @@ def looking(
     channel: grpc.aio.Channel,
     name: str,
     sampling: SamplingParams,
-    rule: AcceptanceRuleName = AcceptanceRuleName.BLOCK,
     prompt: Sequence[int] = (5, 6, 7, 5, 6, 7, 5, 6),
+    matches_chosen: bool = True,
     **next_round: object,
 ) -> Looking:
     """Return a session that drafts up to three tokens of each match, and nothing where there is none."""
     said = {"draft_lengths": [0, *[3] * (NUM_LENGTHS - 1)], "plain": True, "max_length": 128} | next_round
-    stream = TargetStream(channel, name, sampling, num_prompt=len(prompt), rule=rule.value)
-    return Looking(stream, sampling, pb.NextRound(**said), list(prompt), rule)  # type: ignore[arg-type]
+    stream = TargetStream(channel, name, sampling, num_prompt=len(prompt), matches_chosen=matches_chosen)
+    return Looking(stream, sampling, pb.NextRound(**said), list(prompt))  # type: ignore[arg-type]
 
 
 LOOKED_UP = {
@@ -238,7 +238,6 @@ LOOKED_UP = {
 @in_module_loop
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("num_together", [1, 8])
-@pytest.mark.parametrize("rule", AcceptanceRuleName)
 @pytest.mark.parametrize("name", LOOKED_UP)
 async def test_what_is_looked_up_is_scored_ahead(
     channel: grpc.aio.Channel,
@@ -246,14 +245,13 @@ async def test_what_is_looked_up_is_scored_ahead(
     names: Iterator[str],
     counted: Callable[[], tuple[float, float]],
     name: str,
-    rule: AcceptanceRuleName,
     num_together: int,
 ) -> None:
     """Whatever each round commits: nothing, a part or all of its draft."""
-    expected = looking(without, next(names), LOOKED_UP[name], rule)
+    expected, plain = (looking(without, next(names), LOOKED_UP[name]) for _ in range(2))
     await expected.run(30)
     assert counted() == (0, 0)
-    session = looking(channel, next(names), LOOKED_UP[name], rule)
+    session = looking(channel, next(names), LOOKED_UP[name])
     session.num_together = num_together
     await session.run(30)
     await session.stream.close()
@@ -263,28 +261,31 @@ async def test_what_is_looked_up_is_scored_ahead(
     assert counted() == (num_begun, num_begun - 1), "only the last one was not asked for"
     assert session.num_accepted > 0
     assert (session.num_messages == 30) == (num_together == 1)
-    is_together = num_together > 1 and not LOOKED_UP[name].temperature
-    assert (session.num_drafts_together > 0) == is_together, "what is lost must be drawn again as it was"
+    assert (session.num_drafts_together > 0) == (num_together > 1)
+    await plain.decode(len(session.text))
+    assert plain.text == session.text, "no draft changes a token"
 
 
 @in_module_loop
-async def test_without_its_rule_only_what_follows_a_plain_round_is_known(
+async def test_nothing_is_known_where_a_coordinator_does_not_take_matched_drafts(
     channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
 ) -> None:
-    session = looking(channel, next(names), LOOKED_UP["few tokens"])
-    session.stream = TargetStream(channel, next(names), LOOKED_UP["few tokens"], num_prompt=8)
+    """An older one accepts them by its rule; where it drafts nothing its plain rounds are scored ahead."""
+    session = looking(channel, next(names), LOOKED_UP["few tokens"], matches_chosen=False)
     await session.run(30)
+    assert session.num_accepted > 0
+    assert counted() == (0, 0)
+    session.next_round.CopyFrom(pb.NextRound(plain=True, max_length=128))
+    await session.decode(len(session.text) + 3)
     await session.stream.close()
-    num_plain = session.drafts[:-1].count(Proposal())
-    assert counted() == (num_plain + (not session.drafts[-1]), num_plain)
-    assert 0 < num_plain < 29
+    assert counted() == (3, 2)
 
 
 @in_module_loop
 async def test_what_follows_drawn_tokens_is_not_known(
     channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
 ) -> None:
-    stream = TargetStream(channel, next(names), rule=AcceptanceRuleName.TOKEN.value)
+    stream = TargetStream(channel, next(names))
     message = score_request(tokens=PROMPT, draft_tokens=DRAFT, supports=packed_supports(*SUPPORTS), sources=[1, 2, 3])
     message.score.next_round.CopyFrom(PLAIN_ROUND)
     await stream.ask(message)

@@ -20,7 +20,7 @@ from specdec.exact.lookup import NextRound, TextLookup
 from specdec.exact.values import ObservationRequest, Proposal, one_hot
 from specdec.heads.drafting.loading import HeadParts, load_runner
 from specdec.heads.formats.target import target_folder
-from specdec.types import AcceptanceRuleName, SamplingParams
+from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from target_service import loading, own_head, servicer
 from target_service.ahead import AheadTask, Following, Outlook, ScoringAhead, look_ahead
@@ -71,8 +71,7 @@ async def with_head(
 
 
 def rounds(channel: grpc.aio.Channel, name: str, sampling: SamplingParams, asked_for: pb.NextRound = ASKED) -> Rounds:
-    rule = AcceptanceRuleName.BLOCK
-    return Rounds(TargetStream(channel, name, sampling, rule=rule.value), sampling, asked_for, list(PROMPT), rule)
+    return Rounds(TargetStream(channel, name, sampling), sampling, asked_for, list(PROMPT))
 
 
 @in_module_loop
@@ -93,14 +92,16 @@ async def test_offers_are_scored_as_any_other_draft(
     await offered.stream.close()
     num_begun = NUM_ROUNDS + len(offered.answered)
     assert counted() == (num_begun, num_begun - 1), "only the last one was not asked for"
-    is_together = num_together > 1 and not SAMPLINGS[name].temperature
-    assert (offered.num_drafts_together > 0) == is_together
+    assert (offered.num_drafts_together > 0) == (num_together > 1)
     assert sum(map(len, offered.drafts)) > NUM_ROUNDS
     again = rounds(without, next(names), SAMPLINGS[name])
     for draft in offered.drafts:
         await again.round(draft)
     assert again.text == offered.text
     assert list(map(values, again.answers)) == list(map(values, offered.answers))
+    plain = rounds(without, next(names), SAMPLINGS[name])
+    await plain.decode(len(offered.text))
+    assert plain.text == offered.text, "no draft changes a token"
 
 
 @in_module_loop
@@ -335,7 +336,7 @@ async def test_what_a_head_makes_needless_is_left_out(
     engine = cast(EngineLoop[ScoreTask], SimpleNamespace(follow=lambda previous, task: None))
     looked_on = list[str]()  # threads
     monkeypatch.setattr(AheadTask, "look", lambda ahead, previous: looked_on.append(threading.current_thread().name))
-    ahead = ScoringAhead(engine, None, lambda: offers)
+    ahead = ScoringAhead(engine, True, lambda: offers)
     task = scored(torch.zeros(0), 6, [], Watch(), num_tokens=4)
     ahead.begin(task, Watch(), NextRound(plain=True, num_offered=num_offered, learns=True), head)
     assert task.offers is offers
