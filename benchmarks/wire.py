@@ -118,17 +118,18 @@ def even_target(num_tokens: int) -> TargetDistribution:
 def messages(proposal: Proposal, wanted: ObservationRequest) -> dict[str, Message]:
     """Return the four messages of a round.
 
-    The target observes the last committed token and the draft tokens that will be accepted, as all of these were
-    chosen, not drawn; the drafter gets the same.
+    The target matches draft tokens that were chosen, and observes the last committed token and those that are accepted;
+    the drafter gets the same.
     """
     committed = [VOCAB_SIZE - 1] * (NUM_ACCEPTED + 1)
-    positions = tuple(even_target(len(token_ids)) for token_ids in proposal.unions())
+    is_matched = proposal.is_chosen
+    positions = tuple(even_target(0 if is_matched else len(token_ids)) for token_ids in proposal.unions())
     propose = draft_pb2.Propose(start=COMMITTED, tokens=committed, num_draft_tokens=len(proposal))
     if (known := observed(wanted, NUM_ACCEPTED + 1)) is not None:
         propose.observations.CopyFrom(codec.observations_to_proto(known))
     drafted = codec.proposal_to_proto(proposal)
     path = accepted(proposal) if known else None
-    scored = codec.scores_to_proto(Scores(positions, observations=known, observed=path))
+    scored = codec.scores_to_proto(Scores(positions, observations=known, observed=path, is_matched=is_matched))
     for answer in (drafted, scored):
         answer.cached_len = COMMITTED
         answer.timing.CopyFrom(TIMING)

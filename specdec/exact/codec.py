@@ -299,9 +299,10 @@ def _split(data: bytes, count: int) -> tuple[bytes, ...]:
 def scores_to_proto(scores: Scores) -> target_pb2.ScoreResponse:
     """Pack the target's answer; the caller adds cached_len, timing and load."""
     probs = [prob for position in scores.positions for prob in position.support_probs]
+    masses = [] if scores.is_matched else [position.tail_mass for position in scores.positions]
     return target_pb2.ScoreResponse(
         support_probs=np.array(probs, FLOAT32).tobytes(),
-        tail_mass=np.array([position.tail_mass for position in scores.positions], FLOAT32).tobytes(),
+        tail_mass=np.array(masses, FLOAT32).tobytes(),
         tail_tokens=np.array([position.tail_token for position in scores.positions], UINT32).tobytes(),
         logprobs=[_logprobs_to_proto(position) for position in scores.logprobs],
         observations=observations_to_proto(scores.observations) if scores.observations else None,
@@ -317,7 +318,8 @@ def scores_from_proto(message: target_pb2.ScoreResponse, proposal: Proposal, voc
     unions = [()] * (len(proposal) + 1) if message.is_matched else proposal.unions()
     sizes = [len(token_ids) for token_ids in unions]
     probs = _unpack(message.support_probs, FLOAT32, sum(sizes))
-    mass = _unpack(message.tail_mass, FLOAT32, len(sizes))
+    mass = _unpack(message.tail_mass, FLOAT32, 0 if message.is_matched else len(sizes))
+    mass = [1.0] * len(sizes) if message.is_matched else mass
     tokens = _unpack(message.tail_tokens, UINT32, len(sizes))
     if not (len(probs) == sum(sizes) and len(mass) == len(tokens) == len(sizes)):
         raise MalformedReply(f"{len(probs)} probabilities and {len(mass)} tails for supports of sizes {sizes}")

@@ -3,6 +3,7 @@
 `make exactness` runs the same with more generations, and prints the figures.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -23,12 +24,12 @@ from benchmarks.exactness import (
     services,
 )
 from benchmarks.judging import agreement_of_counts, joint_distribution
+from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.channel import open_channel
 from specdec.exact.codec import distributions_from_proto
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.sampling import draw
 from specdec.serving.session_stream import open_session
-from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -39,6 +40,7 @@ MORE_GENERATIONS = {
     "penalties": 400,
     "plain, penalties": 400,
 }  # whose disturbed target is the hardest to tell
+NUM_SEEDS, NUM_COMPARED = 24, 32  # texts of so many tokens
 REJECT_BELOW = 1e-6
 LEFT_TO_MAKE_EXACTNESS = {  # which has every case; these differ from one below in what is proved without a network
     *("top_p 0.8", "top_k 3", "recycle, top_p 0.8", "eagle3, top_p 0.8", "tree, top_p 0.8"),
@@ -103,6 +105,31 @@ async def test_text_through_the_network_has_the_targets_distribution(
 ) -> None:
     """Joint chi-square over four tokens; the acceptance rate is the analytic one."""
     await check(name, started, *pair)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [6, None])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycle", "eagle3", "dflash", "medusa"])
+@pytest.mark.long(but=("recycle-None", "eagle3-6"))
+async def test_chosen_drafts_leave_the_text_of_a_seed(
+    drafter: str, num_draft_tokens: int | None, started: Services
+) -> None:
+    """Token for token that of plain decoding, many sessions at a time, whatever they learn from each other."""
+    speculation = SpeculationParams(num_draft_tokens=num_draft_tokens, drafter=drafter)
+    async with AsyncClient(started.stack.address) as client:
+        asked = [
+            (seed, each) for seed in range(NUM_SEEDS) for each in (SpeculationParams(num_draft_tokens=0), speculation)
+        ]
+        texts = await asyncio.gather(*(text_of(client, seed, each) for seed, each in asked))
+    plain, drafted = texts[::2], texts[1::2]
+    assert [text.tokens for text in drafted] == [text.tokens for text in plain]
+    if num_draft_tokens:  # else the service drafts until it knows that nothing is gained
+        assert sum(text.finish.statistics.num_accepted_tokens for text in drafted) > NUM_SEEDS
+    assert not any(text.finish.statistics.num_draft_tokens for text in plain)
+
+
+async def text_of(client: AsyncClient, seed: int, speculation: SpeculationParams) -> Completion:
+    sampling = SamplingParams(seed=seed, max_new_tokens=NUM_COMPARED, ignore_eos=True)
+    return await client.complete(prompt_token_ids=PROMPT, sampling=sampling, speculation=speculation)
 
 
 @pytest.mark.parametrize("name", [name for name in TESTED if CASES[name].draft == "other"])

@@ -320,6 +320,40 @@ BAD_SCORES: dict[str, Callable[[target_pb2.ScoreResponse], None]] = {
 }
 
 
+CHOSEN = Proposal((5, 6), (one_hot(5), one_hot(6)))
+
+
+def matched_scores(**changes: bytes) -> target_pb2.ScoreResponse:
+    """Return the answer to a chosen draft, with what is changed in it."""
+    message = codec.scores_to_proto(
+        Scores(tuple(TargetDistribution((), 1.0, token) for token in (5, 8, 7)), is_matched=True)
+    )
+    with_fields(**changes)(message)
+    return message
+
+
+def test_a_matched_answer_is_its_tokens() -> None:
+    message = matched_scores()
+    assert message.ByteSize() == 12 + 2 + 3, "three tokens, and that they are matched"
+    scores = codec.scores_from_proto(message, CHOSEN, VOCAB_SIZE)
+    assert scores.is_matched
+    assert scores.positions == tuple(TargetDistribution((), 1.0, token) for token in (5, 8, 7))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tail_mass": packed([1] * 3, F)}, {"support_probs": packed([1, 1], F)}, {"tail_tokens": b"\0" * 8}]
+)
+def test_a_matched_answer_with_more_or_less_is_refused(changes: dict[str, bytes]) -> None:
+    with pytest.raises(codec.MalformedReply):
+        codec.scores_from_proto(matched_scores(**changes), CHOSEN, VOCAB_SIZE)
+
+
+def test_a_drawn_draft_is_not_matched() -> None:
+    """Its tokens would be accepted too rarely, and the text would not be the target's."""
+    with pytest.raises(codec.MalformedReply, match="matched that was drawn"):
+        codec.scores_from_proto(matched_scores(), PROPOSAL, VOCAB_SIZE)
+
+
 def test_the_good_scores_are_taken() -> None:
     scores = codec.scores_from_proto(good_scores(), PROPOSAL, VOCAB_SIZE)
     assert [position.tail_token for position in scores.positions] == [9, 8, 7]
