@@ -91,11 +91,6 @@ CASES = {
     "recycle, top_p 0.8": Case(
         SamplingParams(top_p=0.8), SpeculationParams(num_draft_tokens=NUM_TREE_TOKENS, drafter="recycle")
     ),
-    "suffix, token rule": Case(
-        speculation=SpeculationParams(
-            num_draft_tokens=NUM_TREE_TOKENS, drafter="suffix", acceptance_rule=AcceptanceRuleName.TOKEN
-        )
-    ),
     "self": Case(speculation=SpeculationParams(num_draft_tokens=NUM_DRAFT_TOKENS, drafter="self")),
     "other tokenizer": Case(draft="other"),
     "other tokenizer, penalties": Case(

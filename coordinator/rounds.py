@@ -16,11 +16,12 @@ from coordinator.choosing.offers import OFFER
 from coordinator.choosing.plans import PLAIN, DraftPlan, Forward, Found, Missed, RoundOutcome
 from coordinator.generation import NO_DRAFTER, Generation, Round
 from coordinator.grammars import MIN_FORCED, ForcedDrafter
-from specdec.exact.acceptance import MATCH, AcceptanceRule
+from specdec.exact.acceptance import AcceptanceRule, matched
 from specdec.exact.lookup import NO_MATCH, Match, NextRound, TextLookup, continued
 from specdec.exact.values import Observations, Proposal, Scores, Verdict
 from specdec.outside import REAL, Outside
 from specdec.serving.tracing import spans
+from specdec.types import MAX_TOLD_TOKENS
 
 COMPARISON_PATIENCE_S = 0.01  # a round waits for a comparison that outlasts the scoring, once and so long at most
 GRAMMAR = "grammar"  # in place of a drafter's name, where the session's grammar forced the draft
@@ -50,7 +51,7 @@ class Scored:
     forward: Forward | None = None  # in which it was scored; None: not told
     waited_s: float | None = None  # for the answer; None: as long as it took. Rounds that are answered together differ
     num_more: int = 0  # answers that came with this one, to the rounds that follow
-    num_lost: int = 0  # rounds, this one and those that follow, to which an answer may have been lost
+    has_lost: bool = False  # an answer to this round and some that follow may have been lost
 
 
 @dataclass(slots=True)
@@ -63,10 +64,9 @@ class Before:
     has_prefill: bool = False  # it read more than rounds do, and so did those that were answered with it
     redrawn_until: int = 0  # committed tokens; up to there an answer may have been lost that told of several rounds
 
-    def note_lost(self, generation: Generation, num_rounds: int) -> None:
-        """Take note that answers to so many rounds may have been lost, besides those that are here and of no use."""
-        num_lost = max(num_rounds, self.num_answered)
-        self.redrawn_until = max(self.redrawn_until, len(generation.committed) + num_lost)
+    def note_lost(self, generation: Generation) -> None:
+        """Take note that an answer that told of several rounds may have been lost, or is of no use."""
+        self.redrawn_until = len(generation.committed) + MAX_TOLD_TOKENS
 
     def is_redrawn(self, generation: Generation) -> bool:
         """Return whether the next round may have been drawn before, in an answer that was lost.
@@ -178,7 +178,7 @@ async def run_rounds(
     try:
         before = Before()
         if generation.emitted and not parts.chooser.is_fixed:  # else it drafts as it did before
-            before.redrawn_until = len(generation.committed) + MAX_TOGETHER
+            before.note_lost(generation)
         while not generation.done:
             if not before.num_answered:
                 await until_wanted()
@@ -353,7 +353,6 @@ async def run_round(
     scored = parts.scorer.known(generation.committed, proposal) if before.num_answered else None
     if scored is None:
         scored = await _scored(generation, parts, plan, proposal, before, commit)
-        before.note_lost(generation, scored.num_lost)
         before.has_prefill = not num_new or max(drafted.num_fed, scored.num_fed) > num_new + MAX_CAUGHT_UP
     drafting_s = drafted.elapsed_s + (missed.elapsed_s if missed else 0.0)
     finished_round, verdict = _accepted(generation, parts, proposal, scored, drafting_s, plan.drafter or NO_DRAFTER)
@@ -385,10 +384,13 @@ async def _scored(
     before: Before,
     commit: Callable[[], Awaitable[None]],
 ) -> Scored:
-    """Ask the target for a round's scores, and tell it what follows."""
+    """Ask the target for a round's scores, and tell it what follows. What was lost until then is noted."""
     if before.num_answered:
         await commit()
-    return await parts.scorer.score(generation.committed, proposal, _options(generation, parts, plan, before))
+    scored = await parts.scorer.score(generation.committed, proposal, _options(generation, parts, plan, before))
+    if scored.has_lost or before.num_answered:
+        before.note_lost(generation)
+    return scored
 
 
 def _options(generation: Generation, parts: RoundParts, plan: DraftPlan, before: Before) -> ScoreOptions:
@@ -440,7 +442,7 @@ def _accepted(
 def _verdict(generation: Generation, rule: AcceptanceRule, proposal: Proposal, scores: Scores) -> Verdict:
     """Accept what the target has matched; what was drawn, by the session's rule."""
     if scores.is_matched or not proposal:
-        return MATCH.accept(proposal, scores)
+        return matched(proposal.tokens, proposal.tree, scores)
     return rule.accept(proposal, scores, generation.uniforms(len(proposal)))
 
 

@@ -176,7 +176,7 @@ class SessionScorer:
         while True:
             try:
                 scored = await self._score(committed, proposal, options)
-                return replace(scored, num_lost=options.num_rounds) if failures else scored
+                return replace(scored, has_lost=bool(failures) and options.num_rounds > 1)
             except RETRIED as error:
                 failures[type(error)] += 1
                 await self._prepare_retry(error)

@@ -25,6 +25,7 @@ from specdec.parameters import (
 )
 
 MAX_DRAFT_TOKENS = 32  # a support is at most 1024 tokens of 8 bytes: 32 of them stay under 300 kB
+MAX_TOLD_TOKENS = 64  # that one answer of a target worker, to several rounds, tells of at most
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_CHARACTERS = 65_536
 MIN_REPETITION_PENALTY = 0.009999999776482582  # 0.01 as a 32-bit float; far smaller ones make logits infinite

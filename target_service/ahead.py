@@ -1,7 +1,7 @@
 """Scoring ahead: while a round's answer is on its way the worker goes on with the one that will follow.
 
 What a round commits the worker knows where its own draws decide: a plain round commits the token that was drawn, one
-that is matched (`MatchRule`) the draft tokens that were drawn as well, and one more. The coordinator says what it will
+that is matched (`matched`) the draft tokens that were drawn as well, and one more. The coordinator says what it will
 look up in the text then, or that it will draft nothing, or what the worker offers (target_service/offering.py); the
 worker looks up the same, or says in its answer what it offers, and has the engine score that round in the very next
 forward. Its answer is used only if exactly that round is asked for: the same text,
@@ -23,6 +23,7 @@ from specdec.exact.acceptance import matched
 from specdec.exact.lookup import NextRound, TextLookup, continued
 from specdec.exact.values import ObservationRequest, Proposal, Scores
 from specdec.serving.telemetry import get_logger
+from specdec.types import MAX_TOLD_TOKENS
 from target_service.metrics import count_ahead
 from target_service.offering import SessionOffers
 from target_service.own_head import HeadDraft, OwnHead
@@ -256,17 +257,21 @@ class ScoringAhead:
         How long an answer is held depends on the tokens in it, and one that is lost, with its client or a process, is
         drawn again. That changes no token of these rounds, whatever is drafted then: each has the key of its place.
 
+        They tell of MAX_TOLD_TOKENS at most, with the first: so far a coordinator that has lost an answer goes back.
         The engine goes on with each of them as soon as the one before it has ended. `note_scored` comes first, and has
         been called for each that is given.
         """
         now_s, round_s, ends = asyncio.get_running_loop().time, task.timings.forward_s, frozenset(ending_tokens)
         load = self._engine.load
         num_sessions = max(task.num_batched, load.num_running + load.num_waiting - load.num_without_place)
-        until_s = now_s() + together_s(num_sessions) - round_s
+        until_s, num_told = now_s() + together_s(num_sessions) - round_s, 0
         while num_rounds > 0 and now_s() + round_s <= until_s:
             following = self._ahead
             expected = following.expected if following else None
             if following is None or expected is None or ends.intersection(expected.tokens):
+                return
+            num_told += len(expected.tokens)
+            if num_told + 1 + len(expected.draft_tokens) > MAX_TOLD_TOKENS:
                 return
             rules, self._ahead = following.rules, None
             self.begin(following, following.watch, rules.next_round, rules.head)

@@ -1,7 +1,8 @@
 """Chooses drafter and number of draft tokens of each round: the plan with the most expected tokens a second.
 
-The choice is made before the round draws anything, and each round has fresh randomness, so it may depend on all earlier
-rounds without changing the distribution. What other drafters would have had accepted is seen in proposals that no round
+The choice is made before the round draws anything, so it may depend on all that earlier rounds have committed, accepted
+and measured without changing the distribution; only what a matched round has drawn after a rejected token it may not
+see, as that foretells later draws. What other drafters would have had accepted is seen in proposals that no round
 uses, asked for while the target scores. Plans other than the best one are tried now and then; the time that trials lose
 stays below a share of all time. A session in which nothing pays rests. What the coordinator has looked up itself is
 drafted in whichever round it pays, also in a rest.

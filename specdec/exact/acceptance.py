@@ -21,15 +21,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from specdec.exact.tree import children_of
-from specdec.exact.values import (
-    NO_DRAWS,
-    Proposal,
-    Scores,
-    SparseDistribution,
-    TargetDistribution,
-    Uniforms,
-    Verdict,
-)
+from specdec.exact.values import Proposal, Scores, SparseDistribution, TargetDistribution, Uniforms, Verdict
 from specdec.types import AcceptanceRuleName, TokenOrigin
 
 
@@ -253,27 +245,15 @@ class BlockRule:
         return Thresholds(accept, close)
 
 
-class MatchRule:
-    """Keeps chosen draft tokens as long as they are what the target draws: "naive sampling" (Miao et al. 2024).
-
-    At each position the target has drawn one token from its whole distribution. A chosen token is the same one with its
-    probability p there, and one of several siblings with the sum of theirs: for tokens of which each had the chance 1
-    in the draft no rule accepts more. What is committed is what the target has drawn, so that with draws that belong
-    to places in the text no draft changes a token. Drafts that were drawn would be accepted less often than by the
-    other rules, and are not scored this way.
-    """
-
-    def accept(self, proposal: Proposal, scores: Scores, uniforms: Uniforms = NO_DRAWS) -> Verdict:
-        """Return the accepted path and the closing token; nothing is drawn."""
-        return matched(proposal.tokens, proposal.tree, scores)
-
-    def thresholds(self, proposal: Proposal, scores: Scores) -> Thresholds:
-        """Return nothing: no draw decides."""
-        return Thresholds([0.0] * len(proposal), [()] * (len(proposal) + 1))
-
-
 def matched(tokens: Sequence[int], parents: Sequence[int], scores: Scores) -> Verdict:
-    """Return the path of draft tokens [N] that the target has drawn as well, and the token that it draws at its end."""
+    """Return the path of the chosen draft tokens [N] that the target has drawn as well, and what it drew after them.
+
+    This is "naive sampling" (Miao et al. 2024). At each position the target has drawn one token from its whole
+    distribution. A chosen token is the same one with its probability p there, and one of several siblings with the sum
+    of theirs: for tokens that had the chance 1 in the draft no rule accepts more. What is committed is what the target
+    has drawn, so that with draws that belong to places in the text no draft changes a token. Tokens that were drawn
+    would be accepted less often than by a rule, and are not matched.
+    """
     children = children_of(parents)
     path: list[int] = []
     position = 0
@@ -295,7 +275,6 @@ RULES: Mapping[AcceptanceRuleName, AcceptanceRule] = {
 # on chains never worse than the token rule (enumerated: 612 of 612), on merged trees neither (456 of 456); of 450
 # enumerated trees with drawn siblings 92 are better, and one is worse, by 0.1 %
 DEFAULT_RULE = AcceptanceRuleName.BLOCK
-MATCH = MatchRule()  # where the target has matched a chosen draft, whichever rule accepts what was drawn
 
 
 def choose(weights: Sequence[float], uniform: float) -> int:

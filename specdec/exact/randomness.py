@@ -1,11 +1,12 @@
 """Randomness as a pure function of (seed, key): a retried or repeated call makes the same decision.
 
-Every draw of a session is `uniform(seed, Key(...))`. The committed length at the round's start is part of the key and
-is fresh each round, since each round commits at least one token; so no key decides twice, and keeping, discarding
-or repeating a round's draws never ties one round to another.
+Every draw of a session is `uniform(seed, Key(...))`. Where draft tokens are drawn, the committed length at the round's
+start is part of the key and is fresh each round, since each round commits at least one token; so no key decides twice,
+and keeping, discarding or repeating such a round's draws never ties one round to another.
 
-A token that the target draws itself, in a plain round or where draft tokens were chosen (`MatchRule`), has the key of
-its place in the text: that of the plain round which would draw it. So it is the same token, whatever was drafted.
+A token that the target draws itself, in a plain round or where draft tokens were chosen (`acceptance.matched`), has the
+key of its place in the text: that of the plain round which would draw it. So it is the same token, whatever was
+drafted. What is drawn after a rejected token foretells the draws of later rounds: nothing may be decided by it.
 
 Source: the counter-based generator Philox4x64-10 (Salmon, Moraes, Dror and Shaw 2011).
 """
@@ -16,10 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec.exact.values import NO_DRAWS, Uniforms
+from specdec.exact.values import Uniforms
 
 MAX_SEED = 2**64 - 1
 BLOCK_WORDS = 4  # that one value of the counter yields, 64 bits each; the next value follows by itself
+NO_DRAWS = Uniforms((), 0.0)
 
 
 class Purpose(enum.IntEnum):
@@ -28,14 +30,14 @@ class Purpose(enum.IntEnum):
     DRAFT = 1  # the draft worker draws a proposal's token
     ACCEPT = 2  # the coordinator accepts or rejects it
     CLOSE = 3  # the coordinator draws the token that closes the round
-    TAIL = 4  # the target worker draws from a row's complement
+    TAIL = 4  # the target worker draws from outside a position's union; from its whole distribution where that is empty
 
 
 class Key(NamedTuple):
     """Names one draw of a session."""
 
-    committed_length: int  # tokens committed when the round began, prompt included
-    position: int  # within the round, from 0
+    committed_length: int  # tokens committed when the round began, prompt included; of own draws: before their place
+    position: int  # within the round, from 0; of own draws 0
     purpose: Purpose
 
 
@@ -82,7 +84,7 @@ def _unit(word: int) -> float:
 
 
 def acceptance_uniforms(seed: int, committed_length: int, num_draft_tokens: int) -> Uniforms:
-    """Return the draws of one round's acceptance; a target worker that predicts it makes the same.
+    """Return the draws by which a rule accepts what was drafted in one round.
 
     Without draft tokens nothing is drawn: the round's token is the target's own.
     """

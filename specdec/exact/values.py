@@ -179,9 +179,6 @@ class Uniforms:
     close: float  # in [0, 1)
 
 
-NO_DRAWS = Uniforms((), 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Where a worker's time went, in seconds."""

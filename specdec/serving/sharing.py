@@ -1,8 +1,9 @@
 """Which sessions may draft from what others left, and from which of it.
 
 Two sessions with the same seed make the same draws. What one of them committed was decided by the very draws that will
-judge the other's drafts, so a draft made from it would not be exact: a session never drafts from what a session with
-its own seed left. Texts of other seeds depend on other draws, greedy texts on none.
+judge the other's drafts. Where chosen drafts are matched that changes nothing, but they may be joined with drawn ones,
+and whether a round drafts what is found or what is drawn depends on what is found. So a session never drafts from what
+a session with its own seed left. Texts of other seeds depend on other draws, greedy texts on none.
 
 What the target reports of a text is another matter: a session is told of its draft tokens as well, and which those were
 may have come from a third session, whose draws they depend on. So what was reported to others is for greedy sessions

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from coordinator import rounds
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.generation import Generation, Limits, OutputToken, Round
@@ -84,7 +85,7 @@ class LosesAnswers(AnswersTogether):
         self.answered.clear()
         if not self.is_repeated:
             raise Interrupted
-        return replace(scored, num_sessions=LATER_LOAD, num_more=0, num_lost=options.num_rounds)
+        return replace(scored, num_sessions=LATER_LOAD, num_more=0, has_lost=True)
 
 
 async def interrupted_text_of(seed: int, *, is_repeated: bool) -> tuple[list[int], int]:
@@ -120,6 +121,16 @@ async def test_what_was_lost_is_drawn_again_as_it_was(is_repeated: bool) -> None
         assert text == await text_of(seed, is_together=False)
         num_lost += num_rounds
     assert num_lost > 300
+
+
+async def test_texts_change_where_lost_tokens_are_drawn_by_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant the mistake: a session that goes on drafts at once what is drawn."""
+    monkeypatch.setattr(rounds, "MAX_TOLD_TOKENS", 0)
+    changed = 0
+    for seed in range(60):
+        text, _ = await interrupted_text_of(seed, is_repeated=False)
+        changed += text != await text_of(seed, is_together=False)
+    assert changed > 10
 
 
 async def test_a_load_that_later_draws_decide_ends_no_rest_among_answers() -> None:

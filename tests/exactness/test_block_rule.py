@@ -192,7 +192,7 @@ def test_texts_of_several_rounds_of_blocks(num_draft_tokens: int, size: int) -> 
 @pytest.mark.parametrize("rule", [TokenRule(), BlockRule()], ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("size", [3, 2])
 def test_draft_length_may_follow_rejected_tokens(size: int, rule: AcceptanceRule) -> None:
-    """K may depend on anything in earlier rounds, since each round has fresh randomness."""
+    """K may depend on anything in earlier rounds of drawn drafts, since each has fresh randomness."""
     enumeration = Enumeration(sparse_markov_pair(size), rule)
     distribution = enumeration.text_distribution((0,), 4, length_from_note, last_accepted)
     assert distribution == target_text_distribution(enumeration.pair, (0,), 4)

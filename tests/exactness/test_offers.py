@@ -17,7 +17,7 @@ from coordinator.choosing.plans import NOTHING, RESTING, DraftPlan, Found
 from coordinator.choosing.shared_statistics import SharedStatistics
 from coordinator.rounds import DEFAULT_OPTIONS, Scored, ScoreOptions
 from specdec.drafting.successors import SharedTable
-from specdec.exact.acceptance import MATCH, AcceptanceRule, BlockRule, TokenRule
+from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule, matched
 from specdec.exact.lookup import NextRound, TextLookup
 from specdec.exact.randomness import own_uniforms
 from specdec.exact.values import Proposal, one_hot
@@ -64,7 +64,7 @@ class OfferingScorer(ToyScorer):
         self.offers.report(len(committed), [committed[-1], *proposal.tokens], reports)
         if not proposal.is_chosen:
             return scored
-        verdict = MATCH.accept(proposal, scored.scores)
+        verdict = matched(proposal.tokens, proposal.tree, scored.scores)
         text = [*committed, *(proposal.tokens[token] for token in verdict.path), verdict.next_token]
         if options.next_round is None or len(text) >= options.next_round.max_length:
             return scored

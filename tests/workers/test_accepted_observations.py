@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from specdec.exact import codec
-from specdec.exact.acceptance import MATCH
+from specdec.exact.acceptance import matched
 from specdec.exact.values import ObservationRequest, Proposal, Scores, SparseDistribution, one_hot
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
@@ -64,7 +64,7 @@ async def test_they_are_those_that_the_coordinator_accepts(channel: grpc.aio.Cha
         told = await answered(TargetStream(channel, next(names), sampling, observations=LAYERS), tree)
         older = TargetStream(channel, next(names), sampling, observations=LAYERS, matches_chosen=False)
         whole = await answered(older, tree)
-        path = MATCH.accept(tree, told).path
+        path = matched(tree.tokens, tree.tree, told).path
         lengths[len(path)] += 1
         assert whole.observations is not None
         assert told.observed == path

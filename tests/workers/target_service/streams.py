@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from specdec.exact import codec
-from specdec.exact.acceptance import DEFAULT_RULE, MATCH, RULES
+from specdec.exact.acceptance import DEFAULT_RULE, RULES, matched
 from specdec.exact.prefix import chain, chain_draft
 from specdec.exact.randomness import Key, Purpose, acceptance_uniforms, uniform
-from specdec.exact.values import Proposal, Scores, SparseDistribution
+from specdec.exact.values import Proposal, Scores, SparseDistribution, Verdict
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
 from tests.support.worker_streams import TargetStream
@@ -97,12 +97,17 @@ class Rounds:
         self.drafts.append(draft)
         self.answers.append(answer)
         scores = codec.scores_from_proto(answer, draft, self.vocab_size)
-        assert self.sampling.seed is not None
-        draws = acceptance_uniforms(self.sampling.seed, self.start, len(draft))
-        verdict = (MATCH if scores.is_matched else RULES[DEFAULT_RULE]).accept(draft, scores, draws)
+        verdict = self._verdict(draft, scores)
         self.num_accepted += len(verdict.path)
         self.text += [*(draft.tokens[token] for token in verdict.path), verdict.next_token]
         self.offer = codec.offer_from_proto(answer.offer, self.next_round.num_offered, self.vocab_size)
+
+    def _verdict(self, draft: Proposal, scores: Scores) -> Verdict:
+        if scores.is_matched:
+            return matched(draft.tokens, draft.tree, scores)
+        assert self.sampling.seed is not None
+        draws = acceptance_uniforms(self.sampling.seed, self.start, len(draft))
+        return RULES[DEFAULT_RULE].accept(draft, scores, draws)
 
     def _known(self, draft: Proposal) -> pb.ScoreResponse:
         """Return the answer that came with another one, which must be that to this round."""

@@ -267,6 +267,26 @@ async def test_what_is_looked_up_is_scored_ahead(
 
 
 @in_module_loop
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("limit", [12, 64])
+async def test_an_answer_tells_of_so_many_tokens_at_most(
+    channel: grpc.aio.Channel, names: Iterator[str], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that has lost one goes back so far: each round commits four tokens of a loop."""
+    monkeypatch.setattr(ahead, "MAX_TOLD_TOKENS", limit)
+    session = looking(channel, next(names), LOOKED_UP["loop"])
+    await session.run(12)
+    session.num_together = 8
+    told = []
+    while len(session.text) < 100:
+        begin, num_messages = len(session.text), session.num_messages
+        while session.num_messages == num_messages or session.answered:
+            await session.run(1)
+        told.append(len(session.text) - begin)
+    assert max(told) == min(limit, 8 * 4)
+
+
+@in_module_loop
 async def test_nothing_is_known_where_a_coordinator_does_not_take_matched_drafts(
     channel: grpc.aio.Channel, names: Iterator[str], counted: Callable[[], tuple[float, float]]
 ) -> None:
