@@ -395,7 +395,7 @@ async def test_what_the_coordinator_looks_up_leaves_the_targets_distribution(rul
     ("part", "mutant", "num_generations"),
     [
         ("continued", loop_mutants.continued_by_chance, 1_200),
-        ("_drafted", loop_mutants.drafted_if_agreed, 3_600),
+        ("_drafted", loop_mutants.drafted_if_agreed, 6_000),
     ],
     ids=["mass for what was not drawn", "a drawn draft given up for what was looked up"],
 )
