@@ -15,7 +15,8 @@ from specdec.drafting.successors import NUM_SUCCESSORS
 from specdec.engine import Feed, Task
 from specdec.engine.rows import bytes_of, largest_tokens, read_and_draw
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError
-from specdec.exact.randomness import Purpose, own_uniforms, uniforms
+from specdec.exact.race import Draw
+from specdec.exact.randomness import Purpose, own_draws, uniforms
 from specdec.exact.sampling import SamplingContext, drop_padding, indices
 from specdec.exact.tree import chain_parents, children_of, depths_of, path_to, union
 from specdec.exact.values import ObservationRequest, Observations, PositionLogprobs, Scores, TargetDistribution
@@ -55,13 +56,13 @@ class ScoreRound:
             return [()] * (len(self.draft_tokens) + 1)
         return [union(self.supports[child] for child in children) for children in children_of(self.tree)]
 
-    def draws(self, seed: int) -> Sequence[float]:
-        """Return the draws from outside the unions, [N + 1]."""
+    def draws(self, seed: int) -> Sequence[Draw]:
+        """Return the draws from outside the unions, [N + 1]; where all are empty, the target's own."""
         length = self.committed_length
         if self.draft_tokens and not self.is_matched:
-            return uniforms(seed, length, len(self.draft_tokens) + 1, Purpose.TAIL)
+            return list(map(Draw, uniforms(seed, length, len(self.draft_tokens) + 1, Purpose.TAIL)))
         depths = [0, *depths_of(self.tree)]
-        own = own_uniforms(seed, length, max(depths) + 1)
+        own = own_draws(seed, length, max(depths) + 1)
         return [own[depth] for depth in depths]
 
 
@@ -224,7 +225,7 @@ class Scorer:
         spans = _spans(tasks)
         reports = _reports(scored, offers, spans)
         unions = [token_ids for task in tasks for token_ids in task.round.unions()]
-        answers = read_and_draw(scored, contexts, unions, _tail_draws(tasks))
+        answers = read_and_draw(scored, contexts, unions, _draws(tasks))
         for task, rows, told, report, (begin, end) in zip(tasks, rows_of, offers, reports, spans, strict=True):
             positions = tuple(answer for answer in answers[begin:end] if answer)
             if len(positions) < end - begin:
@@ -250,14 +251,14 @@ def _reports(
     return [tuple(islice(found, count)) for count in counts]
 
 
-def _tail_draws(tasks: Sequence[ScoreTask]) -> list[float]:
+def _draws(tasks: Sequence[ScoreTask]) -> list[Draw]:
     """Return the draws from outside the unions, [sum of N + 1]; where nothing is drawn, some numbers."""
-    return [uniform for task in tasks for uniform in _draws_of(task)]
+    return [draw for task in tasks for draw in _draws_of(task)]
 
 
-def _draws_of(task: ScoreTask) -> Sequence[float]:
+def _draws_of(task: ScoreTask) -> Sequence[Draw]:
     if not task.session.sampling.temperature:
-        return [0.0] * task.num_positions
+        return [Draw(0.0)] * task.num_positions
     return task.round.draws(task.session.seed)
 
 

@@ -45,6 +45,7 @@ def kernels(keeps_lock: bool = False) -> ctypes.CDLL | None:
         "pairs": (None, [_POINTER, _POINTER, _POINTER, _POINTER, number, _POINTER]),
         "draw_room": (number, [number]),
         "draw": (None, [_POINTER, _POINTER]),
+        "guess": (None, [_POINTER]),
         "find_largest": (None, [_POINTER, number, number, number, number, number, _POINTER]),
     }
     for name, (result, arguments) in signatures.items():

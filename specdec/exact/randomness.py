@@ -5,8 +5,8 @@ start is part of the key and is fresh each round, since each round commits at le
 and keeping, discarding or repeating such a round's draws never ties one round to another.
 
 A token that the target draws itself, in a plain round or where draft tokens were chosen (`acceptance.matched`), has the
-key of its place in the text: that of the plain round which would draw it. So it is the same token, whatever was
-drafted. What is drawn after a rejected token foretells the draws of later rounds: nothing may be decided by it.
+key of its place in the text: that of the plain round which would draw it. It has won a race there (`race.py`), or was
+drawn from the rest by a uniform. So it is the same token, whatever was drafted. What is drawn after a rejected token foretells the draws of later rounds: nothing may be decided by it.
 
 Source: the counter-based generator Philox4x64-10 (Salmon, Moraes, Dror and Shaw 2011).
 """
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec.exact.race import Draw, Race
 from specdec.exact.values import Uniforms
 
 MAX_SEED = 2**64 - 1
@@ -73,9 +74,10 @@ def uniforms(seed: int, committed_length: int, count: int, purpose: Purpose) -> 
     return tuple(map(_unit, _generator.words(seed, purpose, 0, committed_length, count))) if count else ()
 
 
-def own_uniforms(seed: int, position: int, count: int) -> tuple[float, ...]:
+def own_draws(seed: int, position: int, count: int) -> tuple[Draw, ...]:
     """Return the draws of the tokens that the target draws itself at `count` places of the text from `position` on."""
-    return tuple(uniform(seed, Key(place, 0, Purpose.TAIL)) for place in range(position, position + count))
+    places = range(position, position + count)
+    return tuple(Draw(uniform(seed, Key(place, 0, Purpose.TAIL)), Race(seed, place)) for place in places)
 
 
 def _unit(word: int) -> float:

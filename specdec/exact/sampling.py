@@ -16,6 +16,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from specdec.exact.race import MAX_RUNNERS, MIN_CHANCE, NUM_DOUBLINGS, REST, Draw, Race, times
 from specdec.exact.token_counts import TokenCounts
 from specdec.exact.values import SparseDistribution, TargetDistribution
 from specdec.types import SamplingParams
@@ -313,12 +314,12 @@ def read_and_draw(
     logits: torch.Tensor,
     contexts: Sequence[SamplingContext],
     unions: Sequence[Sequence[int]],
-    uniforms: Sequence[float],
+    draws: Sequence[Draw],
 ) -> list[TargetDistribution | None]:
     """Read the tokens of a union from each row's distribution, then draw one from the rest; None: there is none.
 
-    Logits are float32 [N, V], of the tokens that exist; one context, union and number in [0, 1) a row. On a GPU all of
-    this is copied back at once.
+    Logits are float32 [N, V], of the tokens that exist; one context, union and draw a row. A row with a race has an
+    empty union. On a GPU all of this is copied back at once.
     """
     if not any(context.sampling.temperature for context in contexts):
         tokens = greedy_tokens(logits, contexts, logits.shape[-1])
@@ -328,13 +329,45 @@ def read_and_draw(
     inside = indices(unions, logits.device)
     support_probs = rows[inside]
     rows[inside] = 0
-    drawn, tail_masses = draw_dense(rows, uniforms)
-    probs, tail_tokens, masses = (each.tolist() for each in on_cpu(support_probs, drawn, tail_masses.float()))
-    probs_of = [probs[begin:end] for begin, end in pairwise(accumulate(map(len, unions), initial=0))]
+    raced = [index for index, draw in enumerate(draws) if draw.race]
+    runners, chances = _runners(rows, raced)
+    found, rest_masses = draw_dense(rows, [draw.uniform for draw in draws])
+    probs, drawn, masses, runners, chances = on_cpu(support_probs, found, rest_masses, runners, chances)
+    winners = _winners([draw.race for draw in draws if draw.race], runners, chances, masses[raced])
+    drawn[raced] = torch.where(winners < 0, drawn[raced], winners)
+    masses[raced] += chances.sum(dim=-1)
+    ends = pairwise(accumulate(map(len, unions), initial=0))
+    read = [probs[begin:end].tolist() for begin, end in ends]
     return [
-        TargetDistribution(probs, mass, token) if math.isfinite(sum(probs, mass)) else None
-        for probs, mass, token in zip(probs_of, masses, tail_tokens, strict=True)
+        TargetDistribution(each, mass, token) if math.isfinite(sum(each, mass)) else None
+        for each, mass, token in zip(read, masses.float().tolist(), drawn.tolist(), strict=True)
     ]
+
+
+def _runners(rows: torch.Tensor, raced: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens [R, M] of raced rows that run by themselves, and their chances; 0 where one does not.
+
+    In `rows` [N, V] they have no chance from now on.
+    """
+    chances, runners = rows[raced].topk(min(MAX_RUNNERS + 1, rows.shape[-1]), dim=-1)
+    least = torch.full((len(raced), 1), MIN_CHANCE, dtype=rows.dtype, device=rows.device)
+    if chances.shape[-1] > MAX_RUNNERS:
+        for _ in range(NUM_DOUBLINGS):
+            least = torch.where(chances[:, MAX_RUNNERS:] >= least, 2 * least, least)
+    if raced:
+        rows[raced] = rows[raced].where(~(rows[raced] >= least), 0.0)  # NaN stays
+    return runners, chances.double().where(chances >= least, 0.0)
+
+
+def _winners(
+    races: Sequence[Race], runners: torch.Tensor, chances: torch.Tensor, rest_masses: torch.Tensor
+) -> torch.Tensor:
+    """Return who wins each race, int64 [R]; -1: one of the rest."""
+    rest = torch.full((len(races), 1), REST)
+    tokens = torch.cat((runners, rest), dim=-1)
+    over = torch.from_numpy(times(races, tokens.numpy())) / torch.cat((chances, rest_masses[:, None]), dim=-1)
+    won = tokens.gather(-1, over.argmin(dim=-1, keepdim=True))[:, 0]
+    return torch.where(won == REST, -1, won)
 
 
 def _one_hot(union: Sequence[int], token: int) -> TargetDistribution:

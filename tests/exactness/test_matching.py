@@ -18,7 +18,8 @@ from coordinator import rounds
 from coordinator.rounds import Drafted
 from specdec.exact import randomness
 from specdec.exact.acceptance import DEFAULT_RULE, RULES, matched
-from specdec.exact.randomness import Key, Purpose, own_uniforms, uniform
+from specdec.exact.race import Draw, Race
+from specdec.exact.randomness import Key, Purpose, own_draws, uniform
 from specdec.exact.tree import children_of, depths_of, path_to
 from specdec.exact.values import Proposal, Scores, TargetDistribution, Verdict, one_hot
 from specdec.types import TokenOrigin
@@ -212,10 +213,10 @@ async def test_texts_are_others_where_a_rule_draws() -> None:
 async def test_texts_are_others_where_draws_belong_to_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant the mistake: a position's draw has the key of its round, as the tail of a drawn draft has."""
 
-    def by_round(seed: int, position: int, count: int) -> tuple[float, ...]:
-        return randomness.uniforms(seed, position, count, Purpose.TAIL)
+    def by_round(seed: int, position: int, count: int) -> tuple[Draw, ...]:
+        return tuple(map(Draw, randomness.uniforms(seed, position, count, Purpose.TAIL)))
 
-    monkeypatch.setattr(randomness, "own_uniforms", by_round)
+    monkeypatch.setattr(randomness, "own_draws", by_round)
     assert await num_changed(ToyScorer) > NUM_SEEDS / 2
 
 
@@ -234,5 +235,6 @@ async def test_texts_are_others_where_siblings_are_taken_for_one_another(monkeyp
 
 
 def test_draws_belong_to_places() -> None:
-    assert own_uniforms(7, 30, 3) == tuple(uniform(7, Key(place, 0, Purpose.TAIL)) for place in (30, 31, 32))
-    assert own_uniforms(7, 30, 0) == ()
+    expected = [Draw(uniform(7, Key(place, 0, Purpose.TAIL)), Race(7, place)) for place in (30, 31, 32)]
+    assert own_draws(7, 30, 3) == tuple(expected)
+    assert own_draws(7, 30, 0) == ()

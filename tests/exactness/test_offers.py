@@ -19,7 +19,7 @@ from coordinator.rounds import DEFAULT_OPTIONS, Scored, ScoreOptions
 from specdec.drafting.successors import SharedTable
 from specdec.exact.acceptance import AcceptanceRule, BlockRule, TokenRule, matched
 from specdec.exact.lookup import NextRound, TextLookup
-from specdec.exact.randomness import own_uniforms
+from specdec.exact.randomness import own_draws
 from specdec.exact.values import Proposal, one_hot
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
@@ -81,7 +81,7 @@ class PeekingScorer(OfferingScorer):
 
     def draft(self, text: list[int], next_round: NextRound) -> Proposal:
         """Return a draft of one token, or nothing, which depends on the draw that will decide."""
-        is_low = own_uniforms(self.seed, len(text), 1)[0] < 0.5
+        is_low = own_draws(self.seed, len(text), 1)[0].uniform < 0.5
         return Proposal((0,), (one_hot(0),)) if is_low else Proposal()
 
 

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.judging import Agreement, agreement_of_counts, joint_distribution, reference_distribution
-from specdec.exact.randomness import own_uniforms
+from specdec.exact.race import times
+from specdec.exact.randomness import own_draws
 from specdec.exact.values import Proposal, one_hot
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
@@ -104,12 +105,14 @@ async def test_generated_text_has_the_targets_distribution(worker: grpc.aio.Chan
 
 
 def peeking(self: OwnHead, asked: Sequence[HeadDraft]) -> list[Proposal]:
-    """Draft what is drawn then, or what is not, as a lower digit of the draw has it."""
+    """Draft who wins the race, or who loses it, as another draw has it."""
     proposals = []
     for each in asked:
-        draw = own_uniforms(each.session.seed, len(each.text), 1)[0]
+        draw = own_draws(each.session.seed, len(each.text), 1)[0]
         (first, share), (second, _) = followers(tuple(each.text[len(PROMPT) :]))
-        is_first = (draw < share) == (draw * 64 % 1 < 0.5)
+        assert draw.race
+        ((first_s, second_s),) = times([draw.race], np.array([[first, second]]))
+        is_first = (first_s / share < second_s / (1 - share)) == (draw.uniform < 0.5)
         proposals.append(Proposal((first if is_first else second,), (one_hot(first if is_first else second),)))
     return proposals
 

@@ -274,9 +274,9 @@ class ToyScorer:
     def matched(self, committed: Sequence[int], proposal: Proposal) -> Scores:
         """Return what the target draws itself at each position."""
         depths = [0, *depths_of(proposal.tree)]
-        draws = randomness.own_uniforms(self.seed, len(committed), max(depths) + 1)
+        draws = randomness.own_draws(self.seed, len(committed), max(depths) + 1)
         whole = self.distributions(tuple(committed), proposal)
-        tokens = draw_dense(whole, [draws[depth] for depth in depths])[0].tolist()
+        tokens = draw_dense(whole, [draws[depth].uniform for depth in depths])[0].tolist()
         return Scores(tuple(TargetDistribution((), 1.0, token) for token in tokens), is_matched=True)
 
     def answer(self, committed: History, proposal: Proposal) -> Answer:

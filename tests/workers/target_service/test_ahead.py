@@ -229,7 +229,7 @@ LOOKED_UP = {
     "greedy": SamplingParams(temperature=0, seed=1),
     "loop": SamplingParams(temperature=0, frequency_penalty=-2, seed=1),
     "nearly greedy": SamplingParams(temperature=0.05, seed=3),
-    "few tokens": SamplingParams(temperature=1, top_k=2, seed=4),
+    "few tokens": SamplingParams(temperature=1, top_k=2, seed=3),
     "penalties": SamplingParams(temperature=0, presence_penalty=1e-3, frequency_penalty=1e-5, seed=2),
     "log probabilities": SamplingParams(temperature=0.05, seed=3, num_logprobs=2),
 }

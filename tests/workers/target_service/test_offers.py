@@ -12,6 +12,7 @@ import torch
 from specdec.drafting.successors import NUM_SUCCESSORS
 from specdec.engine.rows import largest_tokens
 from specdec.exact import codec
+from specdec.exact.race import Draw
 from specdec.exact.values import Proposal, one_hot
 from specdec.types import SamplingParams
 from specdec.v1 import target_pb2 as pb
@@ -27,7 +28,7 @@ ASKED = pb.NextRound(plain=True, num_offered=6)
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0, seed=1, frequency_penalty=-0.2),
     "drawn": SamplingParams(temperature=0.7, top_k=4, seed=2, frequency_penalty=-0.1),
-    "log probabilities": SamplingParams(temperature=0.5, top_k=2, seed=3, frequency_penalty=-0.3, num_logprobs=2),
+    "log probabilities": SamplingParams(temperature=0.5, top_k=2, seed=2, frequency_penalty=-0.3, num_logprobs=2),
 }
 
 
@@ -171,14 +172,14 @@ async def test_a_round_may_be_told_to_learn_while_it_is_scored(
     channel: grpc.aio.Channel, names: Iterator[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that was scored ahead may run when the message comes that asks for offers."""
-    draws = scorer._tail_draws
+    draws = scorer._draws
 
-    def told(tasks: Sequence[ScoreTask]) -> list[float]:
+    def told(tasks: Sequence[ScoreTask]) -> list[Draw]:
         for task in tasks:
             task.offers = task.reports_to = SessionOffers(task.session, None)
         return draws(tasks)
 
-    monkeypatch.setattr(scorer, "_tail_draws", told)
+    monkeypatch.setattr(scorer, "_draws", told)
     answer = await answered(TargetStream(channel, next(names), SAMPLINGS["greedy"]), pb.NextRound(plain=True))
     assert answer.cached_len == len(PROMPT)
 
