@@ -51,6 +51,7 @@ class DraftLimits:
     context_length: int = 0  # the draft model's; 0: none
     wanted: ObservationRequest = NOTHING  # what the drafter asks the target to observe
     observed: ObservationRequest = NOTHING  # what the target is asked to observe, for all drafters of the session
+    is_matched: bool = False  # its tokens count as chosen, also where a worker has drawn them
 
 
 Offer = Mapping[str, OfferedDrafter]
@@ -188,7 +189,7 @@ class SessionDrafter:
             self._stream.distrust(failure)
             raise failure from error
         metrics.observe_worker("draft", reply.timing)
-        return proposal
+        return proposal.as_chosen if self._limits.is_matched else proposal
 
     def _fail(self, error: SpecdecError) -> None:
         """Pause drafting for this session."""

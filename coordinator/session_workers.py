@@ -1,7 +1,7 @@
 """Opens a session at the workers: its scorer, its drafters, and the chooser of its plans."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,8 @@ class SessionWorkers:
         self._note_blind(offered, observed, model)
         capabilities = self._workers.capabilities
         is_greedy = session.sampling.temperature == 0
+        leaves_rule = speculation.acceptance_rule is None and speculation.num_draft_tokens is None
+        session = replace(session, is_matched=leaves_rule and not is_greedy)
         rule = speculation.acceptance_rule or DEFAULT_RULE
         drafters = self._drafters(session, model, speculation.drafter or "", offered, observed)
         names = _names(offered, speculation.drafter)
@@ -109,7 +111,9 @@ class SessionWorkers:
         if workers is None:
             return drafters
         for name, drafter in offered.items():
-            limits = DraftLimits(model.vocab_size, drafter.model.context_length, drafter.observations, observed)
+            limits = DraftLimits(
+                model.vocab_size, drafter.model.context_length, drafter.observations, observed, session.is_matched
+            )
             on_failure = partial(_note_failure, session.session_id)
             drafters[name] = workers.open(session, name or asked, limits, on_failure)
         return drafters

@@ -67,11 +67,12 @@ class SessionOpening:
     prefix_digest: Callable[[int], bytes]  # the hash chain after so many committed tokens
     model_fingerprint: str = ""  # of the target that the text belongs to; empty: any
     incarnation: str = ""  # which session of that id; empty: not recorded
+    is_matched: bool = False  # all its draft tokens are matched with what the target draws
 
     def opening(self) -> Any:
         """Return the message."""
         return session_stream.open_session(
-            self.session_id, self.epoch, self.sampling, self.num_prompt_tokens, self.incarnation
+            self.session_id, self.epoch, self.sampling, self.num_prompt_tokens, self.incarnation, self.is_matched
         )
 
 

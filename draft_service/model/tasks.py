@@ -7,6 +7,7 @@ import torch
 from draft_service.metrics import METRICS
 from specdec.drafting.request import DraftRequest
 from specdec.engine import Task
+from specdec.engine.rows import likely_winner
 from specdec.errors import NonFiniteLogitsError
 from specdec.exact.prefix import chain
 from specdec.exact.randomness import Purpose, uniforms
@@ -18,7 +19,7 @@ from specdec.exact.sampling import (
     drop_padding,
     for_draft,
 )
-from specdec.exact.values import Proposal, SparseDistribution
+from specdec.exact.values import Proposal, SparseDistribution, one_hot
 from specdec.serving.session_stream import WorkerSession
 
 NOTHING = Proposal()
@@ -101,15 +102,19 @@ class ProposeTask(Task[Proposal]):
 
         `confidence` is the chance that the token is accepted, which depends on nothing but the tokens before it.
         """
+        token = None
+        if race := self.session.race(self.request.committed_length + len(self.drawn)):
+            token, confidence = likely_winner(distribution, race)
         chance = confidence * (self.chances[-1] if self.chances else self._begun_chance)
         if chance < self.request.stop_below:
             self.stopped_chance = chance
             self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
             return
         self.chances.append(chance)
-        token = draw(distribution, self.uniforms[len(self.drawn)])
+        if token is None:
+            token = draw(distribution, self.uniforms[len(self.drawn)])
         self.drawn.append(token)
-        self.distributions.append(distribution)
+        self.distributions.append(one_hot(token) if race else distribution)
         if len(self.drawn) == self.request.num_draft_tokens or self._interrupted():
             self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
             return
@@ -128,7 +133,10 @@ class GuessTask(ProposeTask):
 
     def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
         """End with the most probable token."""
-        _, token = max(zip(distribution.probs, distribution.token_ids, strict=True))
+        if race := self.session.race(self.request.committed_length):
+            token, _ = likely_winner(distribution, race)
+        else:
+            _, token = max(zip(distribution.probs, distribution.token_ids, strict=True))
         self.finish(Proposal((token,), (distribution,)))
 
 

@@ -252,7 +252,8 @@ def matched(tokens: Sequence[int], parents: Sequence[int], scores: Scores) -> Ve
     distribution. A chosen token is the same one with its probability p there, and one of several siblings with the sum
     of theirs: for tokens that had the chance 1 in the draft no rule accepts more. What is committed is what the target
     has drawn, so that with draws that belong to places in the text no draft changes a token. Tokens that were drawn
-    would be accepted less often than by a rule, and are not matched.
+    from a draft's distribution would be accepted less often than by a rule; where all of a session is matched, drafters
+    guess the target's draws instead (`race.py`).
     """
     children = children_of(parents)
     path: list[int] = []

@@ -4,7 +4,7 @@ Number types are open on purpose: production distributions hold floats, the proo
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specdec.exact.tree import chain_parents, children_of, depths_of, union
 from specdec.types import TokenOrigin
@@ -52,6 +52,11 @@ class Proposal:
     def is_chosen(self) -> bool:
         """Whether no token was drawn."""
         return all(len(distribution.token_ids) == 1 for distribution in self.distributions)
+
+    @property
+    def as_chosen(self) -> "Proposal":
+        """The same tokens as if none had been drawn."""
+        return self if self.is_chosen else replace(self, distributions=tuple(map(one_hot, self.tokens)))
 
     @property
     def depth(self) -> int:

@@ -21,6 +21,7 @@ from google.protobuf.message import Message
 
 from specdec import messages
 from specdec.errors import FencedError, InvalidArgumentError, UnavailableError
+from specdec.exact.race import Race
 from specdec.exact.token_counts import TokenCounts
 from specdec.serving.grammars import GrammarCompiler, SessionGrammar
 from specdec.serving.telemetry import get_logger
@@ -45,6 +46,7 @@ class WorkerSession:
     num_prompt_tokens: int
     target: str = ""  # fingerprint of the model that the text belongs to, as far as the worker is told
     incarnation: str = ""  # which session of that id; empty: not recorded
+    is_matched: bool = False  # all its draft tokens are matched with what the target draws
     counts: TokenCounts = field(default_factory=TokenCounts, compare=False)  # of its text, on the thread of the model
     grammar: SessionGrammar = field(default_factory=SessionGrammar, compare=False)
 
@@ -65,6 +67,13 @@ class WorkerSession:
         assert seed is not None, "checked when the stream opened"
         return seed
 
+    def race(self, place: int) -> Race | None:
+        """Return the race by which the target draws the token at a place; None where a draft may not run it too.
+
+        Where draft tokens are tested by a rule, it may not depend on any draw of the target.
+        """
+        return Race(self.seed, place) if self.is_matched and self.sampling.temperature else None
+
 
 def session_from_proto(
     message: types_pb2.OpenSession,
@@ -80,6 +89,7 @@ def session_from_proto(
         num_prompt_tokens=message.num_prompt_tokens,
         target=target,
         incarnation=message.incarnation,
+        is_matched=message.is_matched,
         grammar=SessionGrammar(grammars),
     )
 
@@ -309,7 +319,12 @@ def _log_end(stream: SessionStream, rounds: SessionRounds) -> None:
 
 
 def open_session(
-    session_id: str, epoch: int, sampling: SamplingParams, num_prompt_tokens: int, incarnation: str = ""
+    session_id: str,
+    epoch: int,
+    sampling: SamplingParams,
+    num_prompt_tokens: int,
+    incarnation: str = "",
+    is_matched: bool = False,
 ) -> types_pb2.OpenSession:
     """Return the first message of a worker's stream; `sampling` has its seed."""
     return types_pb2.OpenSession(
@@ -318,6 +333,7 @@ def open_session(
         sampling=messages.sampling_to_proto(sampling),
         num_prompt_tokens=num_prompt_tokens,
         incarnation=incarnation,
+        is_matched=is_matched,
     )
 
 

@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from coordinator.draft import MIN_ROUND_S, DraftLimits, DraftWorkers, SessionDrafter, draft_watch
 from coordinator.pool.resolving import resolver
 from coordinator.pool.watching import watching
@@ -14,11 +16,11 @@ from coordinator.round_times import MIN_ROUNDS
 from coordinator.streams import SessionOpening
 from specdec.errors import InternalError
 from specdec.exact import codec
-from specdec.exact.values import Proposal, one_hot
+from specdec.exact.values import Proposal, SparseDistribution, one_hot
 from specdec.serving.channels import open_worker_channel
 from specdec.serving.server import Server, serving
 from specdec.types import SamplingParams
-from specdec.v1 import draft_pb2, draft_pb2_grpc
+from specdec.v1 import draft_pb2, draft_pb2_grpc, types_pb2
 from target_service.settings import TargetSettings
 
 SESSION = SessionOpening("session", 3, SamplingParams(seed=1), 2, lambda length: b"digest")
@@ -31,6 +33,8 @@ class Drafts(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self) -> None:
         self.hangs = self.fails = False
+        self.distribution = one_hot(7)
+        self.opened = list[types_pb2.OpenSession]()
         self.num_asked = 0
 
     async def GetDraft(self, request: object, context: object) -> draft_pb2.GetDraftResponse:
@@ -43,13 +47,14 @@ class Drafts(draft_pb2_grpc.DraftServiceServicer):
         """Answer each round."""
         async for request in requests:
             if not request.HasField("propose"):
+                self.opened += [request.open.session] if request.HasField("open") else []
                 continue
             self.num_asked += 1
             if self.hangs:
                 await asyncio.Event().wait()
             if self.fails:
                 raise InternalError
-            reply = codec.proposal_to_proto(Proposal((7,), (one_hot(7),)))
+            reply = codec.proposal_to_proto(Proposal((7,), (self.distribution,)))
             reply.cached_len = request.propose.start + len(request.propose.tokens)
             reply.round = request.propose.round
             await context.write(reply)
@@ -116,3 +121,15 @@ async def test_drafts_that_fail_inside_a_worker_come_from_another() -> None:
     assert sick.num_asked <= 1
     assert sum(answer.has_failed for answer in answers) == sick.num_asked
     assert well.num_asked == 10 - sick.num_asked
+
+
+@pytest.mark.parametrize("is_matched", [True, False])
+async def test_what_a_worker_has_drawn_counts_as_chosen_in_a_matched_session(is_matched: bool) -> None:
+    """An older worker draws whatever it is told: then its tokens are guesses, and no rule reads how they were drawn."""
+    drafts = Drafts()
+    drafts.distribution = SparseDistribution((6, 7), (0.5, 0.5))
+    async with served(drafts) as workers:
+        session, limits = replace(SESSION, is_matched=is_matched), DraftLimits(vocab_size=10, is_matched=is_matched)
+        drafted = await workers.open(session, "", limits, lambda error: None).propose([1, 2], 1)
+    assert drafted.proposal == Proposal((7,), (one_hot(7) if is_matched else drafts.distribution,))
+    assert [each.is_matched for each in drafts.opened] == [is_matched]

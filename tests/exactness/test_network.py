@@ -4,8 +4,9 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -24,7 +25,7 @@ from benchmarks.exactness import (
     services,
 )
 from benchmarks.judging import agreement_of_counts, joint_distribution
-from specdec import AsyncClient, Completion, SamplingParams, SpeculationParams
+from specdec import AcceptanceRuleName, AsyncClient, Completion, SamplingParams, SpeculationParams
 from specdec.channel import open_channel
 from specdec.exact.codec import distributions_from_proto
 from specdec.exact.randomness import Key, Purpose, uniform
@@ -115,16 +116,45 @@ async def test_chosen_drafts_leave_the_text_of_a_seed(
 ) -> None:
     """Token for token that of plain decoding, many sessions at a time, whatever they learn from each other."""
     speculation = SpeculationParams(num_draft_tokens=num_draft_tokens, drafter=drafter)
+    drafted = await texts_like_plain_ones(started, speculation)
+    if num_draft_tokens:  # else the service drafts until it knows that nothing is gained
+        assert sum(text.finish.statistics.num_accepted_tokens for text in drafted) > NUM_SEEDS
+
+
+@pytest.mark.parametrize("drafter", ["model", None])
+async def test_drafts_leave_the_text_of_a_seed_where_the_service_chooses(
+    drafter: str | None, started: Services
+) -> None:
+    """Also those of a model, which guesses what the target will draw."""
+    drafted = await texts_like_plain_ones(started, SpeculationParams(drafter=drafter))
+    assert sum(text.finish.statistics.num_draft_tokens for text in drafted) > 0
+
+
+@pytest.mark.parametrize("speculation", [{"num_draft_tokens": 4}, {"acceptance_rule": AcceptanceRuleName.TOKEN}])
+async def test_texts_are_others_where_a_rule_tests_drawn_drafts(speculation: dict[str, Any], started: Services) -> None:
+    """So the tests above can fail."""
+    plain, drafted = await plain_and_drafted(started, SpeculationParams(drafter="model", **speculation))
+    assert [text.tokens for text in drafted] != [text.tokens for text in plain]
+
+
+async def texts_like_plain_ones(started: Services, speculation: SpeculationParams) -> Sequence[Completion]:
+    """Return the texts of all seeds, each of which is that of plain decoding."""
+    plain, drafted = await plain_and_drafted(started, speculation)
+    assert [text.tokens for text in drafted] == [text.tokens for text in plain]
+    assert not any(text.finish.statistics.num_draft_tokens for text in plain)
+    return drafted
+
+
+async def plain_and_drafted(
+    started: Services, speculation: SpeculationParams
+) -> tuple[Sequence[Completion], Sequence[Completion]]:
+    """Return the texts of all seeds, decoded in either way at once."""
     async with AsyncClient(started.stack.address) as client:
         asked = [
             (seed, each) for seed in range(NUM_SEEDS) for each in (SpeculationParams(num_draft_tokens=0), speculation)
         ]
         texts = await asyncio.gather(*(text_of(client, seed, each) for seed, each in asked))
-    plain, drafted = texts[::2], texts[1::2]
-    assert [text.tokens for text in drafted] == [text.tokens for text in plain]
-    if num_draft_tokens:  # else the service drafts until it knows that nothing is gained
-        assert sum(text.finish.statistics.num_accepted_tokens for text in drafted) > NUM_SEEDS
-    assert not any(text.finish.statistics.num_draft_tokens for text in plain)
+    return texts[::2], texts[1::2]
 
 
 async def text_of(client: AsyncClient, seed: int, speculation: SpeculationParams) -> Completion:

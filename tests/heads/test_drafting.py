@@ -12,13 +12,17 @@ from benchmarks.random_heads import save_heads
 from draft_service.heads.drafter import HeadDrafter
 from specdec.drafting.request import DraftRequest
 from specdec.errors import InvalidArgumentError, NonFiniteLogitsError, UnavailableError
+from specdec.exact import race
 from specdec.exact.prefix import chain
+from specdec.exact.race import Race
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import draw
 from specdec.exact.values import Observations, Proposal, one_hot
 from specdec.heads.formats.dflash import load_dflash
 from specdec.heads.formats.eagle3 import load_eagle3
 from specdec.heads.formats.medusa import load_medusa
+from specdec.serving.session_stream import WorkerSession
+from specdec.types import SamplingParams
 from tests.heads.test_forwards import drafted
 from tests.support.architectures import build
 from tests.support.cluster import save_tokenizer
@@ -92,6 +96,31 @@ async def test_tree_follows_the_networks_predictions(
     assert path == [int(ids[row.argmax()]) for row in probs[: len(path)]]
     assert len(path) > 1 or probs[0].max() * probs[1].max() < 0.02, "a tree of one level shows too little"
     assert proposal.distributions == tuple(map(one_hot, proposal.tokens))
+
+
+@all_kinds
+async def test_in_a_matched_session_candidates_are_who_most_likely_wins(
+    drafter: HeadDrafter, heads: dict[str, Path], target: Path, states: TargetStates
+) -> None:
+    """At two depths, each by the race of its place; the first is the most probable token, whose row is known."""
+    layers = drafter.observations.hidden_layers
+    probs = predicted(drafter.name, heads[drafter.name], target, states.states(TEXT, layers), TEXT)[:2]
+    ids = load_medusa(heads["medusa"], target).vocabulary.target_ids
+
+    def won(seed: int) -> list[list[int]]:
+        races = [Race(seed, len(TEXT)), Race(seed, len(TEXT) + 1)]
+        return race.likely_winners(probs.double().numpy(), races, 3, ids.numpy())[0]
+
+    seeds = [seed for seed in range(300) if won(seed)[0][0] == int(ids[probs[0].argmax()])][:3]
+    for seed in seeds:
+        own = WorkerSession(f"matched {seed}", 1, SamplingParams(seed=seed), len(TEXT), is_matched=True)
+        proposal = (await asked(drafter, own, TEXT, states.observations(TEXT, layers), K)).proposal
+        children = proposal.children()
+        assert proposal.is_chosen
+        for winners, siblings in zip(won(seed), (children[0], children[children[0][0] + 1]), strict=True):
+            tokens = [proposal.tokens[index] for index in siblings][:3]
+            assert tokens == winners[: len(tokens)]
+        assert children[0]
 
 
 def most_probable_path(proposal: Proposal) -> list[int]:

@@ -13,7 +13,7 @@ from specdec.errors import SpecdecError
 from specdec.request import generate_request, prompt_request
 from specdec.retry import Retry, RetryPolicy
 from specdec.serving.security.caller import NO_TENANT
-from specdec.types import DetachedPolicy, FinishReason, SamplingParams, SpeculationParams
+from specdec.types import AcceptanceRuleName, DetachedPolicy, FinishReason, SamplingParams, SpeculationParams
 from specdec.v1 import generation_pb2
 from tests.simulation.cluster import Cluster
 from tests.simulation.engine import VOCAB_SIZE, ToyText
@@ -144,7 +144,10 @@ def _request(chance: random.Random, number: int) -> generation_pb2.GenerateReque
         seed=None if chance.random() < 0.5 else chance.getrandbits(32),
         max_new_tokens=chance.randrange(4, 25),
     )
-    speculation = SpeculationParams(num_draft_tokens=chance.choice((None, None, 0, 1, 3)))
+    num_draft_tokens = chance.choice((None, None, 0, 1, 3))
+    # rarely neither: such a text is the same whatever is drafted, and so shows less of what was drawn anew
+    rule = None if number % 8 == 5 else AcceptanceRuleName.BLOCK
+    speculation = SpeculationParams(num_draft_tokens=num_draft_tokens, acceptance_rule=rule)
     policy = chance.choice((None, None, DetachedPolicy.PARK, DetachedPolicy.FINISH, DetachedPolicy.CANCEL))
     return generate_request(prompt_request(None, prompt), sampling, speculation, f"request {number}", policy)
 

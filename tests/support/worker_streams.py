@@ -160,8 +160,10 @@ class DraftStream(WorkerStream[draft_pb2.ProposeRequest, draft_pb2.ProposeRespon
         *,
         drafter: str = "model",
         epoch: int = 1,
+        is_matched: bool = False,
     ) -> None:
-        opening = draft_pb2.OpenDraft(session=open_session(session_id, epoch, sampling, len(PROMPT)), drafter=drafter)
+        opened = open_session(session_id, epoch, sampling, len(PROMPT), is_matched=is_matched)
+        opening = draft_pb2.OpenDraft(session=opened, drafter=drafter)
         super().__init__(draft_pb2_grpc.DraftServiceStub(channel).Propose(), draft_pb2.ProposeRequest(open=opening))
 
     async def propose(

@@ -25,7 +25,8 @@ def _end_chosen(rounds: Sequence[HeadRound], logits: torch.Tensor, predictions: 
     num_depths = logits.shape[1]
     width = min(MAX_CHILDREN, max(one.num_draft_tokens for one in rounds))
     contexts = [context for one in rounds for context in _rankings(one, num_depths)]
-    tokens, probs = predictions.ranked(logits.flatten(0, 1), contexts, width)
+    races = [one.race(depth) for one in rounds for depth in range(num_depths)]
+    tokens, probs = predictions.ranked(logits.flatten(0, 1), contexts, width, races)
     for number, one in enumerate(rounds):
         own = slice(number * num_depths, (number + 1) * num_depths)
         if any(math.isnan(row[0]) for row in probs[own]):

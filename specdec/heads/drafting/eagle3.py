@@ -177,6 +177,10 @@ class Eagle3Round(HeadRound):
             return [self.chain.tokens]
         return [self.candidates.path(position) for position in self.expanded]
 
+    def depths(self) -> list[int]:
+        """Return the depth of each position to predict after, 0 of the root."""
+        return [self.candidates.depths[position - 1] if position else 0 for position in self.expanded]
+
     def expand(self, positions: list[int], tokens: list[int], parents: list[int], states: torch.Tensor) -> None:
         """Go on with pairs of candidates and the states [N, hidden_size] that were predicted from at their parents."""
         for entry, (position, parent) in enumerate(zip(positions, parents, strict=True), start=self._num_scratch):
@@ -270,7 +274,8 @@ class Eagle3Runner:
             return
         contexts = [one.ranking(path) for one in rounds for path in one.paths()]
         width = min(MAX_CHILDREN, max(one.num_draft_tokens for one in rounds))
-        tokens, probs = self._predictions.ranked(logits, contexts, width)
+        races = [one.race(depth) for one in rounds for depth in one.depths()]
+        tokens, probs = self._predictions.ranked(logits, contexts, width, races)
         begin = 0
         for one, rows in zip(rounds, torch.split(states, sizes), strict=True):
             end = begin + len(rows)

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import torch
 
+from specdec.engine.rows import likely_winners
+from specdec.exact.race import Race
 from specdec.exact.sampling import NEUTRAL, SamplingContext, draft_distributions, for_draft, next_token_distributions
 from specdec.exact.values import SparseDistribution
 from specdec.heads.vocabulary import DraftVocabulary
@@ -30,15 +32,32 @@ class Predictions:
         self._padding = is_padding if self._target_ids is not None and bool(is_padding.any()) else None
         self._to_target: list[int] | None = None if self._target_ids is None else self._target_ids.tolist()
 
-    def ranked(self, logits: torch.Tensor, contexts: Sequence[SamplingContext], num_tokens: int) -> Ranking:
-        """Return each row's most probable tokens; the contexts hold `ranking_params`."""
+    def ranked(
+        self,
+        logits: torch.Tensor,
+        contexts: Sequence[SamplingContext],
+        num_tokens: int,
+        races: Sequence[Race | None],
+    ) -> Ranking:
+        """Return each row's most probable tokens, in a race those that most likely win it.
+
+        The contexts hold `ranking_params`.
+        """
         logits, contexts, is_scattered = self._prepared(logits, contexts)
         if all(context.sampling is NEUTRAL and context.allowed is None for context in contexts):
             rows = logits.softmax(dim=-1)
         else:
             rows = next_token_distributions(logits, for_draft(logits, contexts), logits.shape[-1])
         probs, ids = rows.topk(min(num_tokens, rows.shape[-1]), dim=-1)
-        return [self._named(row, is_scattered) for row in ids.tolist()], probs.tolist()
+        names, chances = [self._named(row, is_scattered) for row in ids.tolist()], probs.tolist()
+        if raced := [index for index, race in enumerate(races) if race]:
+            own = rows if len(raced) == len(rows) else rows[raced]
+            found = likely_winners(
+                own, [race for race in races if race], num_tokens, None if is_scattered else self._target_ids
+            )
+            for index, tokens, their_chances in zip(raced, *found, strict=True):
+                names[index], chances[index] = tokens, their_chances
+        return names, chances
 
     def distributions(self, logits: torch.Tensor, contexts: Sequence[SamplingContext]) -> list[SparseDistribution]:
         """Return what to draw each row's token from, and to ship; empty where logits were not finite."""

@@ -8,10 +8,12 @@ import torch
 
 from specdec.drafting.request import DraftRequest
 from specdec.engine import TaskTimes
+from specdec.engine.rows import likely_winner
 from specdec.errors import NonFiniteLogitsError
+from specdec.exact.race import Race
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import SamplingContext, draw
-from specdec.exact.values import Proposal, SparseDistribution
+from specdec.exact.values import Proposal, SparseDistribution, one_hot
 from specdec.heads.drafting.predictions import ranking_params
 from specdec.heads.drafting.sessions import HeldSession
 from specdec.serving.session_stream import WorkerSession
@@ -96,6 +98,10 @@ class HeadRound:
         """Return what the rank of a candidate depends on after the text and `path`."""
         return self._context(self._ranking, path)
 
+    def race(self, depth: int) -> Race | None:
+        """Return the race for the token that follows the text and a path of `depth` tokens; None: none is run."""
+        return self.session.race(len(self.held.tokens) + depth)
+
     @property
     def depends_on_path(self) -> bool:
         """Whether distributions depend on what was drawn before, besides the head's logits."""
@@ -112,11 +118,12 @@ class HeadRound:
 
 
 class DrawnChain:
-    """A chain in the making: each token is drawn from the distribution that is shipped."""
+    """A chain in the making: each token is drawn from the distribution that is shipped, or is who wins a race by it."""
 
     def __init__(self, session: WorkerSession, request: DraftRequest) -> None:
         self.tokens: list[int] = []
         self.distributions: list[SparseDistribution] = []
+        self._session, self._length = session, request.committed_length
         self._uniforms = uniforms(session.seed, request.committed_length, request.num_draft_tokens, Purpose.DRAFT)
 
     @property
@@ -126,9 +133,14 @@ class DrawnChain:
 
     def draw_from(self, distribution: SparseDistribution) -> int:
         """Draw the next token."""
-        self.tokens.append(draw(distribution, self._uniforms[len(self.tokens)]))
+        if race := self._session.race(self._length + len(self.tokens)):
+            token, _ = likely_winner(distribution, race)
+            distribution = one_hot(token)
+        else:
+            token = draw(distribution, self._uniforms[len(self.tokens)])
+        self.tokens.append(token)
         self.distributions.append(distribution)
-        return self.tokens[-1]
+        return token
 
     def proposal(self) -> Proposal:
         """Return the chain."""

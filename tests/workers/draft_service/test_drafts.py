@@ -4,20 +4,29 @@ import asyncio
 from collections.abc import Iterator
 
 import grpc
+import numpy as np
 import pytest
 
 from draft_service.model.tasks import ProposeTask
 from specdec.drafting.request import DraftRequest
 from specdec.engine import ContiguousPool, KvCache, LayerShape
+from specdec.exact.race import Race, likely_winners
 from specdec.exact.randomness import Key, Purpose, uniform
-from specdec.exact.sampling import draw
-from specdec.exact.values import SparseDistribution
+from specdec.exact.sampling import SamplingContext, draw, next_token_distributions, sparse_distributions
+from specdec.exact.values import Proposal, SparseDistribution, one_hot
 from specdec.serving.session_stream import WorkerSession
 from specdec.types import SamplingParams
 from tests.support.architectures import CONTEXT_LENGTH
 from tests.support.worker_streams import PLAIN, PROMPT, DraftStream
-from tests.workers.conftest import Forwards, Reference
-from tests.workers.draft_service.streams import SUPPORT_MAX, assert_same, decoded, expected, in_module_loop
+from tests.workers.conftest import NUM_TOKENS, Forwards, Reference
+from tests.workers.draft_service.streams import (
+    SUPPORT_MASS,
+    SUPPORT_MAX,
+    assert_same,
+    decoded,
+    expected,
+    in_module_loop,
+)
 
 # ---- drafting with a model
 
@@ -45,6 +54,31 @@ async def test_drafts_equal_a_plain_loop(
         answer = await stream.propose(start, tokens, 5)
         assert_same(decoded(answer, 5), expected(reference, text, 5, sampling))
         assert answer.cached_len == len(text) + 4, "the last draft token is not fed"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@in_module_loop
+async def test_in_a_matched_session_drafts_are_who_most_likely_wins(
+    temperature: float, channel: grpc.aio.Channel, names: Iterator[str], reference: Reference
+) -> None:
+    """Each by the race of its place, and chosen: no distribution is sent. At temperature 0 nothing is raced for."""
+    sampling = SamplingParams(seed=5, temperature=temperature)
+    stream, drawn = (DraftStream(channel, next(names), sampling, is_matched=each) for each in (True, False))
+    proposal = decoded(await stream.propose(0, PROMPT, 5), 5)
+    tokens = list[int]()
+    for _ in range(5):
+        dense = next_token_distributions(reference([*PROMPT, *tokens])[-1:], [SamplingContext(sampling)], NUM_TOKENS)
+        (cut,) = sparse_distributions(dense, SUPPORT_MASS, SUPPORT_MAX)
+        if temperature:
+            races = [Race(5, len(PROMPT) + len(tokens))]
+            (winners,), _ = likely_winners(np.array([cut.probs]), races, 1, np.array(cut.token_ids))
+            tokens += winners
+        else:
+            tokens.append(cut.token_ids[0])
+    assert proposal == Proposal(tuple(tokens), tuple(map(one_hot, tokens)))
+    unmatched = decoded(await drawn.propose(0, PROMPT, 5), 5)
+    assert unmatched.is_chosen == (temperature == 0)
+    assert (unmatched.tokens == proposal.tokens) == (temperature == 0)
 
 
 @in_module_loop
