@@ -6,7 +6,8 @@ and keeping, discarding or repeating such a round's draws never ties one round t
 
 A token that the target draws itself, in a plain round or where draft tokens were chosen (`acceptance.matched`), has the
 key of its place in the text: that of the plain round which would draw it. It has won a race there (`race.py`), or was
-drawn from the rest by a uniform. So it is the same token, whatever was drafted. What is drawn after a rejected token foretells the draws of later rounds: nothing may be decided by it.
+drawn from the rest by a uniform. So it is the same token, whatever was drafted. What is drawn after a rejected token
+foretells the draws of later rounds: nothing may be decided by it.
 
 Source: the counter-based generator Philox4x64-10 (Salmon, Moraes, Dror and Shaw 2011).
 """
