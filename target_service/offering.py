@@ -6,8 +6,8 @@ Else it needs no model, no training and no message: after each token of a round 
 found most probable there, and remembers them (Luo et al. 2024, "Token Recycling"). A tree joins these successors with
 what followed earlier occurrences of the text's end. A session's own reports come first; a greedy one then reads those
 of other sessions of its tenant (specdec/serving/sharing.py). So a draft of a sampled session depends on nothing but
-text that was committed before its round, on what was drafted there, and on the target's distributions: never on its
-draws from then on.
+text that was committed before its round, on what was drafted there, and on the target's distributions: on its draws
+from then on only where a head guesses them, in a session all of whose drafts are matched.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,8 @@
 """A head that the target worker runs itself, between its forwards, to draft what it offers.
 
 It reads the hidden states where they are computed: none cross the wire, and a round with its draft has no way to a
-draft worker. A draft depends on the text, and on which of its states were observed, alone.
+draft worker. A draft depends on the text, and on which of its states were observed, alone; in a matched session also on
+the races that the target runs.
 """
 
 import time

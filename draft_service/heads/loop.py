@@ -70,8 +70,8 @@ class HeadLoop(WorkerThread[RoundT]):
             return self._deliver(arrived)
         arrived.held = held = sessions.open(key)
         held.update(request, self._runner.num_ahead)
-        if held.answer and held.answer[:2] == (request.committed_length, request.num_draft_tokens):
-            arrived.finish(held.answer[2])
+        if held.answer and held.answer[0] == _asked(arrived):
+            arrived.finish(held.answer[1])
             return self._deliver(arrived)
         self._rounds.append(arrived)
         try:
@@ -99,7 +99,7 @@ class HeadLoop(WorkerThread[RoundT]):
     def _end_done(self) -> None:
         for ended in [under_way for under_way in self._rounds if under_way.done]:
             if ended.proposal:
-                ended.held.answer = ended.request.committed_length, ended.num_draft_tokens, ended.proposal
+                ended.held.answer = _asked(ended), ended.proposal
             self._deliver(ended)
             self._num_ended += 1
         self._rounds = [under_way for under_way in self._rounds if not under_way.done]
@@ -133,3 +133,8 @@ class HeadLoop(WorkerThread[RoundT]):
             if not under_way.done:
                 under_way.fail(EngineError("the head stopped before the round was done"))
             self._deliver(under_way)
+
+
+def _asked(one: HeadRound) -> tuple[int, int, bool]:
+    """Return what a round's answer depends on, beside the text."""
+    return one.request.committed_length, one.num_draft_tokens, one.session.is_matched

@@ -33,7 +33,8 @@ class ProposeTask(Task[Proposal]):
     `interrupted` returns True. `num_committed` is less than the request's length where the request is a guess.
 
     It stops before a token that is reached and accepted with a chance below the request's `stop_below`, as far as the
-    draft's confidence tells: the distributions after the tokens drawn so far decide, never a token that is left out.
+    draft's confidence tells: the distributions after the tokens drawn so far decide, never a token that is left out. In
+    a matched session it draws nothing: each token is who most likely wins the target's race.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class ProposeTask(Task[Proposal]):
         self.session = session
         self.request = request
         self.uniforms = uniforms(session.seed, request.committed_length, request.num_draft_tokens, Purpose.DRAFT)
+        self.place = request.committed_length  # of the first token in the target's text
         self.drawn: list[int] = []
         self.distributions: list[SparseDistribution] = []
         self.chances: list[float] = []  # of each token drawn here, when it was about to be drawn
@@ -100,10 +102,11 @@ class ProposeTask(Task[Proposal]):
     def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
         """Draw a token and continue with it, or finish with the K-th, whose state is not needed.
 
-        `confidence` is the chance that the token is accepted, which depends on nothing but the tokens before it.
+        `confidence` is the chance that the token is accepted, which depends on nothing but the tokens before it; of who
+        wins a race another one is known.
         """
         token = None
-        if race := self.session.race(self.request.committed_length + len(self.drawn)):
+        if race := self.session.race(self.place + len(self.drawn)):
             token, confidence = likely_winner(distribution, race)
         chance = confidence * (self.chances[-1] if self.chances else self._begun_chance)
         if chance < self.request.stop_below:
@@ -126,14 +129,15 @@ class ProposeTask(Task[Proposal]):
 
 
 class GuessTask(ProposeTask):
-    """Reads a proposal's last token and guesses the token that closes the round: the most probable one.
+    """Reads a proposal's last token and guesses the token that closes the round: the most probable one, or who
+    most likely wins.
 
     It draws nothing and consumes no key.
     """
 
     def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
         """End with the most probable token."""
-        if race := self.session.race(self.request.committed_length):
+        if race := self.session.race(self.place):
             token, _ = likely_winner(distribution, race)
         else:
             _, token = max(zip(distribution.probs, distribution.token_ids, strict=True))

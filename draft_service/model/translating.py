@@ -34,8 +34,9 @@ class TranslatedTask(ProposeTask):
         self, session: WorkerSession, given: DraftRequest, committed: Sequence[int], vocabulary: SharedVocabulary
     ) -> None:
         super().__init__(session, given, match=True)
-        # the keys are the round's, as the coordinator counts its tokens
+        # keys and races are the round's, as the coordinator counts its tokens
         self.uniforms = uniforms(session.seed, len(committed), given.num_draft_tokens, Purpose.DRAFT)
+        self.place = len(committed)
         self._committed = committed
         self._draft_of = vocabulary.draft_of
 

@@ -128,7 +128,7 @@ static void draw_greedily(const Draws *all, int64_t row, int64_t first)
 // The uniform number in (0, 1) of a word, of which a time is minus the logarithm.
 static double unit(uint64_t word)
 {
-    return ((double)(word >> 11) + 0.5) * 0x1p-53;
+    return ((double)(word >> 12) + 0.5) * 0x1p-52;
 }
 
 static double time_of(const Draws *all, int64_t row, int64_t token)
@@ -238,7 +238,8 @@ static void guess(const Guesses *all, int64_t row, int64_t *runners, uint64_t *w
     const float *probs = all->rows + row * all->stride;
     int64_t *tokens = all->tokens + row * all->count, names[MAX_RUNNERS + WIDEST] = {0}, found = 0;
     double *chances = all->chances + row * all->count, sum = 0, rest = 1;
-    const int64_t count = WITH_LANES(all->lanes, find_from, probs, all->size, (float)MIN_GUESSED, MAX_RUNNERS, runners);
+    int64_t count = WITH_LANES(all->lanes, find_from, probs, all->size, (float)MIN_GUESSED, MAX_RUNNERS, runners);
+    count = count < MAX_RUNNERS ? count : MAX_RUNNERS;
     for (int64_t index = 0; index < count; index++)
         names[index] = all->names ? all->names[runners[index]] : runners[index];
     words_of(names, count, all->seeds[row], all->places[row], all->lanes, words);

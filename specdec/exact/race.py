@@ -7,7 +7,8 @@ the total variation between the two, in at least (1 - d) / (1 + d) of all cases 
 target will draw.
 
 A time is taken for each token that has a chance worth it, and one for the rest of them together: if that one wins, a
-uniform draws from the rest. Which tokens these are depends on the chances alone, so the law is the same.
+uniform draws from the rest. Which tokens these are depends on the chances alone, so the law is the same; but who
+runs with another rest sees the same winner a little less often.
 
 Source: the counter-based generator Threefry2x64-20 (Salmon, Moraes, Dror and Shaw 2011).
 """
@@ -51,8 +52,8 @@ def times(races: Sequence[Race], tokens: npt.NDArray[np.int64]) -> Floats:
     """Return the exponential times of tokens [N, M], each row in its own race."""
     seeds = np.array([race.seed for race in races], np.uint64)[:, None]
     places = np.array([race.place for race in races], np.uint64)[:, None]
-    bits = threefry((seeds, places), (tokens.astype(np.uint64), np.uint64(0)))[0] >> np.uint64(11)
-    times: Floats = -np.log((bits + 0.5) * 2.0**-53)
+    bits = threefry((seeds, places), (tokens.astype(np.uint64), np.uint64(0)))[0] >> np.uint64(12)
+    times: Floats = -np.log((bits + 0.5) * 2.0**-52)  # of neither 0 nor 1
     return times
 
 

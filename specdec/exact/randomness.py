@@ -1,8 +1,9 @@
 """Randomness as a pure function of (seed, key): a retried or repeated call makes the same decision.
 
-Every draw of a session is `uniform(seed, Key(...))`. Where draft tokens are drawn, the committed length at the round's
-start is part of the key and is fresh each round, since each round commits at least one token; so no key decides twice,
-and keeping, discarding or repeating such a round's draws never ties one round to another.
+Every draw of a session is `uniform(seed, Key(...))`, but for the times of races. Where draft tokens are drawn, the
+committed length at the round's start is part of the key and is fresh each round, since each round commits at least one
+token; so no key decides twice, and keeping, discarding or repeating such a round's draws never ties one round to
+another.
 
 A token that the target draws itself, in a plain round or where draft tokens were chosen (`acceptance.matched`), has the
 key of its place in the text: that of the plain round which would draw it. It has won a race there (`race.py`), or was
@@ -32,7 +33,7 @@ class Purpose(enum.IntEnum):
     DRAFT = 1  # the draft worker draws a proposal's token
     ACCEPT = 2  # the coordinator accepts or rejects it
     CLOSE = 3  # the coordinator draws the token that closes the round
-    TAIL = 4  # the target worker draws from outside a position's union; from its whole distribution where that is empty
+    TAIL = 4  # the target worker draws from outside a position's union; in a race, from the rest
 
 
 class Key(NamedTuple):

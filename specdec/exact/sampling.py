@@ -365,7 +365,8 @@ def _winners(
     """Return who wins each race, int64 [R]; -1: one of the rest."""
     rest = torch.full((len(races), 1), REST)
     tokens = torch.cat((runners, rest), dim=-1)
-    over = torch.from_numpy(times(races, tokens.numpy())) / torch.cat((chances, rest_masses[:, None]), dim=-1)
+    weights = torch.cat((chances, rest_masses[:, None]), dim=-1)
+    over = torch.from_numpy(times(races, tokens.numpy())) / weights
     won = tokens.gather(-1, over.argmin(dim=-1, keepdim=True))[:, 0]
     return torch.where(won == REST, -1, won)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -12,9 +13,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from specdec.exact import codec
+from specdec.exact.race import Race, likely_winners
 from specdec.exact.randomness import Key, Purpose, uniform
 from specdec.exact.sampling import SamplingContext, draw, next_token_distributions, sparse_distributions
-from specdec.exact.values import Proposal, SparseDistribution
+from specdec.exact.values import Proposal, SparseDistribution, one_hot
 from specdec.serving.tokenizer import fingerprint
 from specdec.types import SamplingParams
 from specdec.v1 import draft_pb2, draft_pb2_grpc
@@ -123,6 +125,24 @@ async def test_drafts_are_drawn_from_the_shipped_distributions(
         draw(each, uniform(9, Key(len(text), at, Purpose.DRAFT))) for at, each in enumerate(proposal.distributions)
     ]
     assert again == list(proposal.tokens)
+
+
+@in_module_loop
+async def test_in_a_matched_session_the_first_token_is_who_most_likely_wins(
+    channel: grpc.aio.Channel, names: Iterator[str], target: Tokenizer, expected: Any
+) -> None:
+    """By the race of its place in the target's text, which has another number of tokens than the draft's."""
+    text = target.encode(CONTENT).ids
+    tokens = set[int]()
+    for seed in range(5):
+        sampling = SamplingParams(seed=seed, temperature=2)
+        stream = DraftStream(channel, next(names), sampling, is_matched=True)
+        proposal = decoded(await stream.propose(0, text, 1), 1)
+        ((row,), race) = expected(text, 1, sampling).distributions, Race(seed, len(text))
+        ((winner,),), _ = likely_winners(np.array([row.probs]), [race], 1, np.array(row.token_ids))
+        assert proposal == Proposal((winner,), (one_hot(winner),))
+        tokens.add(winner)
+    assert len(tokens) > 1
 
 
 @in_module_loop

@@ -23,7 +23,8 @@ class HeldSession:
     tokens: list[int] = field(default_factory=list)
     chain: PrefixChain = field(default_factory=PrefixChain)  # over the tokens
     latest: tuple[int, torch.Tensor] | None = None  # position, and what the head needs of it to draft after it
-    answer: tuple[int, int, Proposal] | None = None  # committed length, K, and what was answered
+    # committed length, K, whether the session is matched, and what was answered
+    answer: tuple[tuple[int, int, bool], Proposal] | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -2,8 +2,9 @@
 
 The value of a candidate is the product of the probabilities on its path, an estimate of the chance that it is accepted.
 A tree takes the K candidates of the highest value, which hold the parent of each of them. No candidate is drawn, so
-each has a one-hot distribution: shape and order depend on the text alone. What else is guessed of the text, such as
-what followed its end before, joins the tree with its own chances; a candidate that both name has the larger one.
+each has a one-hot distribution: shape and order depend on the text, and in a matched session on the races that the
+target runs, where a candidate's probability is its chance to win. What else is guessed of the text, such as what
+followed its end before, joins the tree with its own chances; a candidate that both name has the larger one.
 """
 
 from collections.abc import Iterable, Sequence
