@@ -35,7 +35,7 @@ MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not a
 MIN_BUSY_OFFER_GAIN = 1.1
 # where it promises less than this, a session rests long, and looks at nothing, as looking costs a few per cent: greedy
 # texts often begin to repeat themselves, and then a draft pays that did not before; drawn ones hardly do
-CLEAR_LOSS, CLEAR_GREEDY_LOSS = 1.0, 0.85
+CLEAR_LOSS, CLEAR_GREEDY_LOSS = 0.95, 0.85
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
 REPEATED_ROUNDS = 8  # of a rest, in which the target is told the same of the next round: costs change slowly

@@ -5,7 +5,7 @@ from coordinator.choosing.costs import Costs
 from coordinator.choosing.exploration import Exploration
 
 FIRST_SCOUTS = 8  # sessions at most, from which the others learn
-SCOUTED_ROUNDS = 128  # of theirs, after which there is no need of more
+SCOUTED_ROUNDS = 512  # of theirs, after which there is no need of more
 SESSIONS_PER_SCOUT = 16  # after these
 OFFERING_SHARE = 0.003  # of the time, for trials of offers: each costs so little that they would leave no others
 MAX_SEEDS = 100_000  # remembered; what older sessions accepted has decayed
