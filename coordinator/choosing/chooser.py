@@ -347,6 +347,8 @@ class PlanChooser:
         self._estimates.forget(drafter)
 
     def _best_or_trial(self, drafters: Sequence[str], maximum: int) -> DraftPlan:
+        if self._follows_others and self._scouting.tells_loss(self._costs.load):
+            return self._rest_long()
         plain, lengths = replace(self._rest_promise(), plan=PLAIN), self._lengths(maximum)
         forgotten = [name for name in drafters if not self._costs.knows_drafting(name)]
         known = self._estimates.of([name for name in drafters if name not in forgotten], lengths)
@@ -357,7 +359,11 @@ class PlanChooser:
             best = plain
         self._best = None if best is plain else best
         if is_clear and not self._is_scout:
-            self._rest.begin_long()
+            if self._follows_others:
+                self._scouting.note_loss(self._costs.load)
+            return self._rest_long()
+        if best is plain and self._relies_on_offers:
+            self._rest.observe(is_plain=True, num_rounds=1)
             return RESTING
         asked = {best.plan.drafter, best.plan.fallback and best.plan.fallback.drafter}
         if joint := self._unknown([name for name in forgotten if asked.intersection(parts_of(name))]):
@@ -374,6 +380,27 @@ class PlanChooser:
         if tried is None and self._rests(best is plain, drafters):
             return RESTING
         return self._priced(tried or best.plan, best)
+
+    @property
+    def _follows_others(self) -> bool:
+        """Whether all that a session knows of drafts is what others have seen."""
+        has_observed = any(each.has_observed for each in self._acceptance.values())
+        return not (self._is_fixed or self._is_scout or has_observed)
+
+    @property
+    def _relies_on_offers(self) -> bool:
+        """Whether the target's offers promise more than plain decoding, and its prompt was not observed for drafters.
+
+        To observe a long prompt takes as long as some rounds, and the target's own head needs no message for it.
+        """
+        promises = self._rest_promise().plan.drafter == OFFER
+        return promises and not (self._has_observed or self._is_scout or self._is_fixed)
+
+    def _rest_long(self) -> DraftPlan:
+        """Begin a long rest with this very round, as drafts clearly lose."""
+        self._best = None
+        self._rest.begin_long()
+        return RESTING
 
     def _unknown(self, drafters: Sequence[str]) -> list[str]:
         """Return the drafters whose costs were never measured and are measured at once.

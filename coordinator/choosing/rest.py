@@ -17,7 +17,7 @@ from dataclasses import dataclass
 AWAKE_ROUNDS = 2  # in which plain decoding was best, before the first rest; none of them is scored ahead
 FIRST_REST = 16  # rounds
 LONGEST_REST = 64
-OBSERVED_EVERY = 4  # rounds of a rest: what a round costs changes slowly, and to add one takes a tenth of a millisecond
+OBSERVED_EVERY = 8  # rounds of a rest: what a round costs changes slowly, and to add one takes a tenth of a millisecond
 CHANGED_LOAD = 2.0  # more than so many times the sessions, or fewer by more than that, wake a session
 
 
