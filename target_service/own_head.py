@@ -26,8 +26,11 @@ MAX_WAITING = 256  # positions whose states wait for the next draft of a session
 MAX_PIECES = 32  # that wait for being joined
 MAX_SHARE = 0.5  # of a forward's time, for a draft: what costs nothing finds more than half of what a head finds
 NUM_FIRST = 8  # drafts, the first of which are slow, before their time is judged by
-PROBED_EVERY = 64  # drafts that were not worth it are followed by one that is measured again
+MAX_JUDGED = 32  # states that a draft reads, so that its time tells of others: a session's first one reads its prompt
+PROBED_EVERY = 64  # of so many drafts that are not worth it some are measured again
+NUM_PROBED = 4  # of them, in a row: the first one of each session reads the states that have come since
 WEIGHT = 0.2  # of the latest draft in the mean
+MAX_OUTLIER = 2.0  # a draft that took more times the mean counts as this many times
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,9 @@ class OwnHead:
         self.was_worth = self._num_drafts < NUM_FIRST or self._draft_s <= MAX_SHARE * forward_s
         if self.was_worth:
             return True
+        place = self._num_skipped % PROBED_EVERY
         self._num_skipped += 1
-        return self._num_skipped % PROBED_EVERY == 0
+        return place >= PROBED_EVERY - NUM_PROBED
 
     def draft(self, asked: Sequence[HeadDraft]) -> list[Proposal]:
         """Return a tree for each of some different sessions; an empty one where states are missing, or the head fails.
@@ -131,10 +135,16 @@ class OwnHead:
                 get_logger().error("own_head_failed", error=f"{type(error).__name__}: {error}")
                 return [NOTHING] * len(asked)
             finally:
-                elapsed_s = time.perf_counter() - begin
-                is_early = self._num_drafts < NUM_FIRST
-                self._draft_s = elapsed_s if is_early else (1 - WEIGHT) * self._draft_s + WEIGHT * elapsed_s
-                self._num_drafts += 1
+                if all(len(each.states.rows) <= MAX_JUDGED for each in asked):
+                    self._judge(time.perf_counter() - begin)
+
+    def _judge(self, elapsed_s: float) -> None:
+        """Add the time of a draft to the mean."""
+        if self._num_drafts >= NUM_FIRST:
+            elapsed_s = min(elapsed_s, MAX_OUTLIER * self._draft_s)
+            elapsed_s = (1 - WEIGHT) * self._draft_s + WEIGHT * elapsed_s
+        self._draft_s = elapsed_s
+        self._num_drafts += 1
 
     def _begun(self, asked: HeadDraft) -> HeadRound:
         held = self._runner.sessions.open(asked.session.key)

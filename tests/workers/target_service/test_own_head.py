@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,10 +27,14 @@ from target_service import loading, own_head, servicer
 from target_service.ahead import AheadTask, Following, Outlook, ScoringAhead, look_ahead
 from target_service.offering import SessionOffers
 from target_service.own_head import (
+    MAX_JUDGED,
+    MAX_OUTLIER,
     MAX_PIECES,
     MAX_WAITING,
     NUM_FIRST,
+    NUM_PROBED,
     PROBED_EVERY,
+    WEIGHT,
     HeadDraft,
     OwnHead,
     States,
@@ -456,7 +461,18 @@ def test_a_head_drafts_where_that_takes_little_of_a_forward(monkeypatch: pytest.
     monkeypatch.setattr(own_head, "MAX_SHARE", 0.5)
     head = head_with_drafts_of(0.004)
     assert all(head.is_worth(0.010) for _ in range(2 * PROBED_EVERY))
-    assert sum(head.is_worth(0.006) for _ in range(2 * PROBED_EVERY)) == 2, "it is measured now and then"
+    probed = [head.is_worth(0.006) for _ in range(2 * PROBED_EVERY)]
+    assert probed == 2 * [*[False] * (PROBED_EVERY - NUM_PROBED), *[True] * NUM_PROBED], "it is measured now and then"
+
+
+@pytest.mark.parametrize(("num_read", "factor"), [(MAX_JUDGED, 1 + WEIGHT * (MAX_OUTLIER - 1)), (MAX_JUDGED + 1, 1)])
+def test_only_drafts_that_read_little_are_judged(num_read: int, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first draft of a session reads its prompt; one slow draft does not end drafting either."""
+    head = head_with_drafts_of(0.001)
+    monkeypatch.setattr(head, "_begun", lambda asked: asked)
+    monkeypatch.setattr(head, "_drafted", lambda rounds: time.sleep(0.01))
+    head.draft([HeadDraft(head_session(f"s{count}"), [1], states(0, count), 4) for count in (1, num_read)])
+    assert head._draft_s == pytest.approx(0.001 * factor)
 
 
 def test_first_drafts_are_not_judged() -> None:
