@@ -28,7 +28,8 @@ MAX_SHARE = 0.5  # of a forward's time, for a draft: what costs nothing finds mo
 NUM_FIRST = 8  # drafts, the first of which are slow, before their time is judged by
 MAX_JUDGED = 32  # states that a draft reads, so that its time tells of others: a session's first one reads its prompt
 PROBED_EVERY = 64  # of so many drafts that are not worth it some are measured again
-NUM_PROBED = 4  # of them, in a row: the first one of each session reads the states that have come since
+NUM_PROBED = 2  # of them, in a row: the first one reads the states that have come since
+FADE = 0.8  # of the mean, for a draft measured again that read too much to be judged: no head stays off for that
 WEIGHT = 0.2  # of the latest draft in the mean
 MAX_OUTLIER = 2.0  # a draft that took more times the mean counts as this many times
 
@@ -135,11 +136,13 @@ class OwnHead:
                 get_logger().error("own_head_failed", error=f"{type(error).__name__}: {error}")
                 return [NOTHING] * len(asked)
             finally:
-                if all(len(each.states.rows) <= MAX_JUDGED for each in asked):
-                    self._judge(time.perf_counter() - begin)
+                self._judge(time.perf_counter() - begin, max((len(each.states.rows) for each in asked), default=0))
 
-    def _judge(self, elapsed_s: float) -> None:
-        """Add the time of a draft to the mean."""
+    def _judge(self, elapsed_s: float, num_read: int) -> None:
+        """Add the time of a draft to the mean, unless it read too many states."""
+        if num_read > MAX_JUDGED:
+            self._draft_s *= 1.0 if self.was_worth else FADE
+            return
         if self._num_drafts >= NUM_FIRST:
             elapsed_s = min(elapsed_s, MAX_OUTLIER * self._draft_s)
             elapsed_s = (1 - WEIGHT) * self._draft_s + WEIGHT * elapsed_s

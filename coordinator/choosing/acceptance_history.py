@@ -109,11 +109,6 @@ class SessionAcceptance:
         self._shared.observe(num_asked, num_drafted, path, weight / (1 + self._num_rounds / SESSION_ROUNDS))
         self._num_rounds += 1
 
-    @property
-    def has_observed(self) -> bool:
-        """Whether a round of this session was added."""
-        return self._num_rounds > 0
-
     def expected_tokens(self) -> Floats:
         """Return the mean tokens of a round by draft tokens asked for, the closing token included [MAX + 1]."""
         asked, accepted, prior = self._counts.asked, self._counts.accepted, self._shared.accept_probs

@@ -168,7 +168,8 @@ class PlanChooser:
         if not lengths or not self._match.num_tokens:
             return None
         length = min(lengths[self._match.num_tokens - SHORTEST], maximum)
-        return DraftPlan(LOOKUP, length, observes=not self._rest.follows) if length > 0 else None
+        observes = self._has_observed and not self._rest.follows
+        return DraftPlan(LOOKUP, length, observes=observes) if length > 0 else None
 
     def _lookup_lengths(self) -> tuple[int, ...]:
         """Return how many tokens are drafted by the length of a match, as far as is known now."""
@@ -347,8 +348,6 @@ class PlanChooser:
         self._estimates.forget(drafter)
 
     def _best_or_trial(self, drafters: Sequence[str], maximum: int) -> DraftPlan:
-        if self._follows_others and self._scouting.tells_loss(self._costs.load):
-            return self._rest_long()
         plain, lengths = replace(self._rest_promise(), plan=PLAIN), self._lengths(maximum)
         forgotten = [name for name in drafters if not self._costs.knows_drafting(name)]
         known = self._estimates.of([name for name in drafters if name not in forgotten], lengths)
@@ -359,11 +358,10 @@ class PlanChooser:
             best = plain
         self._best = None if best is plain else best
         if is_clear and not self._is_scout:
-            if self._follows_others:
-                self._scouting.note_loss(self._costs.load)
-            return self._rest_long()
+            self._rest.begin_long()
+            return RESTING
         if best is plain and self._relies_on_offers:
-            self._rest.observe(is_plain=True, num_rounds=1)
+            self._rest.begin_with_offers()
             return RESTING
         asked = {best.plan.drafter, best.plan.fallback and best.plan.fallback.drafter}
         if joint := self._unknown([name for name in forgotten if asked.intersection(parts_of(name))]):
@@ -382,25 +380,13 @@ class PlanChooser:
         return self._priced(tried or best.plan, best)
 
     @property
-    def _follows_others(self) -> bool:
-        """Whether all that a session knows of drafts is what others have seen."""
-        has_observed = any(each.has_observed for each in self._acceptance.values())
-        return not (self._is_fixed or self._is_scout or has_observed)
-
-    @property
     def _relies_on_offers(self) -> bool:
-        """Whether the target's offers promise more than plain decoding, and its prompt was not observed for drafters.
+        """Whether a session drafts what the target offers and looks at nothing else: the prompt was not observed.
 
-        To observe a long prompt takes as long as some rounds, and the target's own head needs no message for it.
+        To observe a long prompt takes as long as some rounds. A long text looks at other drafters after two rests.
         """
         promises = self._rest_promise().plan.drafter == OFFER
-        return promises and not (self._has_observed or self._is_scout or self._is_fixed)
-
-    def _rest_long(self) -> DraftPlan:
-        """Begin a long rest with this very round, as drafts clearly lose."""
-        self._best = None
-        self._rest.begin_long()
-        return RESTING
+        return promises and self._rest.is_young and not (self._has_observed or self._is_scout)
 
     def _unknown(self, drafters: Sequence[str]) -> list[str]:
         """Return the drafters whose costs were never measured and are measured at once.

@@ -8,6 +8,9 @@ a rest ahead, as it knows that another one follows, so they are faster than any 
 Where drafts would clearly lose by what all sessions have seen, a session rests long from its first round on, so that
 the target need not even observe its prompt. Some sessions are scouts, which look all the same.
 
+Where the target's own offers promise most, a session rests from its first round on, too, and drafts what is offered;
+its prompt is observed for no drafter. A long text is awake after two such rests.
+
 At a busy target a round awake costs twice one of a rest: it misses the forward that the others share. There a session
 rests after its first round, and goes on resting where plans are weighed again and nothing is to be tried or compared.
 """
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 AWAKE_ROUNDS = 2  # in which plain decoding was best, before the first rest; none of them is scored ahead
 FIRST_REST = 16  # rounds
 LONGEST_REST = 64
-OBSERVED_EVERY = 8  # rounds of a rest: what a round costs changes slowly, and to add one takes a tenth of a millisecond
+OBSERVED_EVERY = 4  # rounds of a rest: what a round costs changes slowly, and to add one takes a tenth of a millisecond
 CHANGED_LOAD = 2.0  # more than so many times the sessions, or fewer by more than that, wake a session
 
 
@@ -28,6 +31,7 @@ class Rest:
     _left: int = 0  # rounds of this rest
     _length: int = FIRST_REST  # of the next rest
     _num_plain: int = 0  # rounds awake in which plain decoding was best, lately
+    _begins: bool = False  # with a plain round that was not scored ahead, where others are
     _num_sessions: int | None = None  # at the target worker in this rest's first round
 
     @property
@@ -43,7 +47,12 @@ class Rest:
     @property
     def is_observed(self) -> bool:
         """Whether the costs of this round of a rest are taken note of."""
-        return self._left % OBSERVED_EVERY == 0
+        return self._left % OBSERVED_EVERY == 0 and not self._begins
+
+    @property
+    def is_young(self) -> bool:
+        """Whether the next rest is not one of the longest yet, as nothing else has paid for long."""
+        return self._length < LONGEST_REST
 
     def goes_on(self, num_sessions: int) -> bool:
         """Return whether the next round belongs to a rest, and count it; `num_sessions` are at the target worker."""
@@ -58,6 +67,7 @@ class Rest:
 
     def count(self) -> None:
         """Count a round of a rest, whatever the load."""
+        self._begins = False
         self._left = max(0, self._left - 1)
 
     def observe(self, is_plain: bool, num_rounds: int = AWAKE_ROUNDS) -> None:
@@ -72,6 +82,11 @@ class Rest:
         if self._num_plain >= num_rounds or self._length > FIRST_REST:
             self._begin(self._length)
             self._length = min(2 * self._length, LONGEST_REST)
+
+    def begin_with_offers(self) -> None:
+        """Begin a rest, longer each time, in which the target's offers are drafted."""
+        self.observe(is_plain=True, num_rounds=1)
+        self._begins = True
 
     def begin_long(self) -> None:
         """Begin a rest as long as any."""

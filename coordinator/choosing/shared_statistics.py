@@ -7,22 +7,16 @@ from coordinator.choosing.exploration import Exploration
 FIRST_SCOUTS = 8  # sessions at most, from which the others learn
 SCOUTED_ROUNDS = 512  # of theirs, after which there is no need of more
 SESSIONS_PER_SCOUT = 16  # after these
-SESSIONS_TOLD = 16  # in a row, that drafts have clearly lost, before one weighs them anew: that takes some milliseconds
 OFFERING_SHARE = 0.003  # of the time, for trials of offers: each costs so little that they would leave no others
 MAX_SEEDS = 100_000  # remembered; what older sessions accepted has decayed
 
 
 class Scouting:
-    """Which greedy, or which sampled, sessions look for better plans even where drafts have clearly lost of late.
-
-    The others are told that they have, while they have seen nothing themselves.
-    """
+    """Which greedy, or which sampled, sessions look for better plans even where drafts have clearly lost of late."""
 
     def __init__(self) -> None:
         self._num_begun = 0  # sessions
         self._num_rounds = 0  # of scouts that have looked at drafters
-        self._lost_at = -1  # the load at which drafts have clearly lost
-        self._num_told = 0  # sessions, of that
 
     def begin(self) -> bool:
         """Count a session that begins; return whether it is a scout."""
@@ -33,15 +27,6 @@ class Scouting:
     def note_round(self) -> None:
         """Count a round of a scout that has looked."""
         self._num_rounds += 1
-
-    def note_loss(self, load: int) -> None:
-        """Take note that drafts clearly lose at a load, by what all sessions have seen."""
-        self._lost_at, self._num_told = load, 0
-
-    def tells_loss(self, load: int) -> bool:
-        """Return whether drafts have clearly lost of late at a load, and count whom that is told."""
-        self._num_told += 1
-        return load == self._lost_at and self._num_told <= SESSIONS_TOLD
 
 
 class SharedStatistics:

@@ -13,7 +13,6 @@ from coordinator.choosing.shared_statistics import (
     FIRST_SCOUTS,
     SCOUTED_ROUNDS,
     SESSIONS_PER_SCOUT,
-    SESSIONS_TOLD,
     SharedStatistics,
 )
 from specdec.exact.lookup import (
@@ -229,25 +228,3 @@ def test_scouts_that_have_seen_enough_need_no_others(has_drafters: bool, is_over
         scout.observe(RoundOutcome(plan, plan.num_draft_tokens, (), 0.1, 1.0))
     assert shared.scouting[False].begin() != is_over
     assert shared.scouting[True].begin(), "sampled texts tell greedy ones nothing"
-
-
-def test_sessions_are_told_that_drafts_have_clearly_lost() -> None:
-    """Some in a row rest at once, as the one before them did that weighed; who has seen drafts itself weighs them."""
-    shared = known_costs()
-    for _ in range(FIRST_SCOUTS):
-        chooser_of(shared)
-    for _ in range(200):
-        shared.acceptance("a", is_greedy=False).observe(8, 8, ())
-    scouting, load = shared.scouting[False], shared.costs.load
-    assert not scouting.tells_loss(load)
-    assert chooser_of(shared).choose(ROOM) == RESTING
-    told = [scouting.tells_loss(load) for _ in range(SESSIONS_TOLD + 1)]
-    assert told == [*[True] * SESSIONS_TOLD, False]
-    assert chooser_of(shared).choose(ROOM) == RESTING, "weighed anew"
-    assert not scouting.tells_loss(load + 1)
-    for _ in range(2000):
-        shared.acceptance("a", is_greedy=False).observe(8, 8, range(8))
-    told_session, seeing = chooser_of(shared), chooser_of(shared)
-    assert told_session.choose(ROOM) == RESTING
-    seeing._observe_acceptance("a", 8, 8, range(8))
-    assert seeing.choose(ROOM) != RESTING

@@ -6,11 +6,13 @@ import pytest
 
 from coordinator.choosing.chooser import PlanChooser
 from coordinator.choosing.exploration import Exploration
+from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.offers import AMONG_MANY, OFFER, ROUNDS_APART
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
+from coordinator.choosing.rest import FIRST_REST, OBSERVED_EVERY, Rest
 from coordinator.choosing.shared_statistics import FIRST_SCOUTS, OFFERING_SHARE, SESSIONS_PER_SCOUT, SharedStatistics
 from specdec.exact import codec
-from specdec.exact.lookup import NextRound
+from specdec.exact.lookup import NO_MATCH, NUM_LENGTHS, Match, NextRound
 from specdec.v1 import target_pb2
 
 ROOM = 1000
@@ -68,6 +70,59 @@ def test_offers_that_pay_take_the_place_of_plain_rounds() -> None:
     assert 3 <= max(set(session.asked), key=session.asked.count) <= 6, "not many more than are accepted"
     assert {plan.num_draft_tokens for plan in session.plans if plan.drafter == OFFER} <= set(session.asked)
     assert any(plan.observes for plan in session.plans[20:]), "rests with offers end, too"
+
+
+def learned(num_accepted: int) -> SharedStatistics:
+    """Return what the first sessions have seen, of offers and of a drafter that is nearly as good; next is no scout."""
+    shared = known_costs()
+    Session(shared, num_accepted).run(200)
+    for _ in range(1000):
+        shared.acceptance("a", is_greedy=True).observe(8, 8, range(6))
+    for _ in range(1, FIRST_SCOUTS):
+        shared.scouting[True].begin()
+    return shared
+
+
+@pytest.mark.parametrize("looks_up", [False, True])
+def test_a_prompt_is_not_observed_where_offers_promise_most(looks_up: bool) -> None:
+    """For two rests; a longer text looks at other drafters, too."""
+    session = Session(learned(3), 3)
+    if looks_up:
+        session.chooser._draft_lengths = (4,) * NUM_LENGTHS
+        assert session.chooser._plan_lookup(8) is None
+        session.chooser._match = Match(5, 9)
+        looked_up = session.chooser._plan_lookup(8)
+        assert looked_up == DraftPlan(LOOKUP, 4, observes=False), "nothing was observed that it would go on with"
+        session.chooser._match = NO_MATCH
+    session.run(FIRST_REST)
+    assert session.plans[0] == RESTING
+    assert session.share(OFFER) > 0.8
+    session.run(2 * FIRST_REST)
+    assert not any(plan.observes for plan in session.plans)
+    session.run(FIRST_REST)
+    assert any(plan.observes for plan in session.plans), "a long text looks at drafters"
+
+
+def test_a_session_whose_own_offers_fail_looks_at_drafters() -> None:
+    session = Session(learned(3), 0).run(4 * FIRST_REST)
+    assert session.plans[0] == RESTING
+    assert any(plan.observes for plan in session.plans[: 2 * FIRST_REST])
+
+
+def test_a_rest_with_offers_tells_nothing_of_plain_rounds_by_its_first_one() -> None:
+    """Which was not scored ahead, as they are."""
+    rest = Rest()
+    rest.begin_with_offers()
+    observed = [rest.is_observed, *(rest.goes_on(1) and rest.is_observed for _ in range(FIRST_REST))]
+    assert observed == [False, *[place % OBSERVED_EVERY == 0 for place in range(1, FIRST_REST + 1)]]
+
+
+def test_without_offers_the_first_round_observes() -> None:
+    shared = learned(3)
+    for _ in range(200):
+        shared.acceptance("a", is_greedy=True).observe(8, 8, range(2))
+    chooser = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True)
+    assert chooser.choose(ROOM).observes
 
 
 def test_offers_that_lose_are_tried_for_a_small_share_of_the_time() -> None:

@@ -471,8 +471,20 @@ def test_only_drafts_that_read_little_are_judged(num_read: int, factor: float, m
     head = head_with_drafts_of(0.001)
     monkeypatch.setattr(head, "_begun", lambda asked: asked)
     monkeypatch.setattr(head, "_drafted", lambda rounds: time.sleep(0.01))
-    head.draft([HeadDraft(head_session(f"s{count}"), [1], states(0, count), 4) for count in (1, num_read)])
+    both = [HeadDraft(head_session(f"s{count}"), [1], states(0, count), 4) for count in (1, num_read)]
+    head.draft(both)
     assert head._draft_s == pytest.approx(0.001 * factor)
+
+
+def test_a_head_that_reads_much_whenever_it_is_measured_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_head, "MAX_SHARE", 0.5)
+    head = head_with_drafts_of(0.004)
+    monkeypatch.setattr(head, "_begun", lambda asked: asked)
+    monkeypatch.setattr(head, "_drafted", lambda rounds: [])
+    for _ in range(10 * PROBED_EVERY):
+        if head.is_worth(0.006) and not head.was_worth:
+            head.draft([HeadDraft(head_session("s"), [1], states(0, MAX_JUDGED + 1), 4)])
+    assert head.was_worth
 
 
 def test_first_drafts_are_not_judged() -> None:
