@@ -91,7 +91,7 @@ class PlanChooser:
         self._draft_lengths: tuple[int, ...] = ()  # of lookups, as promised to the target in the last round
         self._said = Said()  # to the target, of the next round
         self._best: Estimate | None = None  # when plans were weighed last; None: plain decoding
-        self._has_observed = False  # the target, for the drafters of this session: its prompt at least
+        self._has_observed = False  # the target, for the drafters of this session: its prompt, or what came later
         self._has_begun = False  # a round was chosen
 
     @property
