@@ -6,7 +6,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -130,10 +129,13 @@ async def test_drafts_leave_the_text_of_a_seed_where_the_service_chooses(
     assert sum(text.finish.statistics.num_draft_tokens for text in drafted) > 0
 
 
-@pytest.mark.parametrize("speculation", [{"num_draft_tokens": 4}, {"acceptance_rule": AcceptanceRuleName.TOKEN}])
-async def test_texts_are_others_where_a_rule_tests_drawn_drafts(speculation: dict[str, Any], started: Services) -> None:
+@pytest.mark.parametrize("rule", [None, AcceptanceRuleName.TOKEN])
+async def test_texts_are_others_where_a_rule_tests_drawn_drafts(
+    rule: AcceptanceRuleName | None, started: Services
+) -> None:
     """So the tests above can fail."""
-    plain, drafted = await plain_and_drafted(started, SpeculationParams(drafter="model", **speculation))
+    speculation = SpeculationParams(drafter="model", num_draft_tokens=4, acceptance_rule=rule)
+    plain, drafted = await plain_and_drafted(started, speculation)
     assert [text.tokens for text in drafted] != [text.tokens for text in plain]
 
 
