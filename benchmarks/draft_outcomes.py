@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import hardware, held_out_prompts
-from draft_service.model.tasks import CONFIDENCE_EXPONENT
+from draft_service.model.forecasts import CONFIDENCE_EXPONENT
 from specdec.engine import Feed, LanguageModel, load_language_model
 from specdec.serving.tokenizer import load_tokenizer
 

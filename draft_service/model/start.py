@@ -49,8 +49,9 @@ async def started_drafter(
             grammars = GrammarCompiler(target.to_str, num_token_ids(target), eos)
             return await _translating(name, settings, loaded, info, target, load_tokenizer(model), start, grammars)
         grammars = GrammarCompiler(lambda: load_tokenizer(model).to_str(), info.vocab_size, info.eos_token_ids)
+        num_outcomes = settings.draft_ahead_outcomes if settings.draft_ahead else 0
         processor = DraftProcessor(info.vocab_size, settings.support_mass, settings.support_max)
-        return ModelDrafter(name, await start(loaded, processor), info, settings.draft_ahead, grammars)
+        return ModelDrafter(name, await start(loaded, processor), info, num_outcomes, grammars)
     except EngineError as error:
         raise ValueError(str(error)) from error
 

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from draft_service.metrics import METRICS
+from draft_service.model.drafted import NOTHING, UNDRAFTED, Drafted
+from draft_service.model.forecasts import Forecast, Rival, forecast_of_race, forecasts_of
 from specdec.drafting.request import DraftRequest
 from specdec.engine import Task
 from specdec.engine.rows import likely_winner
 from specdec.errors import NonFiniteLogitsError
-from specdec.exact.prefix import chain
 from specdec.exact.randomness import Purpose, uniforms
 from specdec.exact.sampling import (
     SamplingContext,
@@ -22,15 +23,13 @@ from specdec.exact.sampling import (
 from specdec.exact.values import Proposal, SparseDistribution, one_hot
 from specdec.serving.session_stream import WorkerSession
 
-NOTHING = Proposal()
-CONFIDENCE_EXPONENT = 0.35  # fitted on the demo pair, at temperatures 0 and 1: a draft is right more often than it says
-
 
 class ProposeTask(Task[Proposal]):
     """One session's round in the engine: the committed tokens, then each draft token but the last.
 
     It goes on from `begun`, what was drafted of the round before, and ends early, with at least one more token, once
-    `interrupted` returns True. `num_committed` is less than the request's length where the request is a guess.
+    `interrupted` returns True. `num_committed` is less than the request's length where the request is a guess, whose
+    last `num_new` tokens are those that the request itself would feed.
 
     It stops before a token that is reached and accepted with a chance below the request's `stop_below`, as far as the
     draft's confidence tells: the distributions after the tokens drawn so far decide, never a token that is left out. In
@@ -42,18 +41,18 @@ class ProposeTask(Task[Proposal]):
         session: WorkerSession,
         request: DraftRequest,
         match: bool,
-        begun: Proposal = NOTHING,
+        begun: Drafted = UNDRAFTED,
         interrupted: Callable[[], bool] = lambda: False,
         num_committed: int | None = None,
-        begun_chance: float = 1.0,
+        num_new: int = 1,
     ) -> None:
         super().__init__(
             session.key,
             request.start,
-            [*request.tokens, *begun.tokens],
+            [*request.tokens, *begun.proposal.tokens],
             min(1, request.num_draft_tokens),
             num_committed=request.committed_length if num_committed is None else num_committed,
-            match=match or bool(begun.tokens),
+            match=match or bool(begun.proposal),
             prefix_digest=request.prefix_digest,
             on_draft=True,  # the worker's own, ahead of the verdict or accepted
             group=session.group,
@@ -65,25 +64,31 @@ class ProposeTask(Task[Proposal]):
         self.place = request.committed_length  # of the first token in the target's text
         self.drawn: list[int] = []
         self.distributions: list[SparseDistribution] = []
-        self.chances: list[float] = []  # of each token drawn here, when it was about to be drawn
+        self.chances: list[float] = []  # of each token, when it was about to be drawn
+        self.rivals: list[Rival] = []  # of each token
         self.stopped_chance: float | None = None  # of the token before which it stopped
-        self.digest = b""  # of a text ahead of its request, as the cache holds it
-        self._begun, self._begun_chance = begun, begun_chance
+        self.digest = b""  # of the text that is drafted after, as the cache holds it
+        self._begun = begun
         self._interrupted = interrupted
-        self._is_ahead = num_committed is not None
+        self._num_new = num_new
+
+    @property
+    def drafted(self) -> Drafted:
+        """What it has drafted."""
+        proposal = Proposal(tuple(self.drawn), tuple(self.distributions))
+        return Drafted(proposal, tuple(self.chances), tuple(self.rivals), self.stopped_chance)
 
     @property
     def num_together(self) -> int:
-        """All tokens, so that a round drafted ahead runs forwards of the same shape as a requested one."""
-        return len(self.tokens) if self._is_ahead else super().num_together
+        """As many as a request feeds, so that a round drafted ahead runs forwards of the same shape as that one."""
+        return min(self._num_new, len(self.tokens)) if self._num_new > 1 else super().num_together
 
     def prepare(self) -> None:
         """Truncate to `start`; keep what the cache holds of the tokens where a stream or `begun` says that it may."""
-        self.drawn, self.distributions = list(self._begun.tokens), list(self._begun.distributions)
-        self.chances, self.stopped_chance = [], None
+        begun = self._begun
+        self.drawn, self.distributions = list(begun.proposal.tokens), list(begun.proposal.distributions)
+        self.chances, self.rivals, self.stopped_chance = list(begun.chances), list(begun.rivals), None
         super().prepare()
-        if self._is_ahead:
-            self.digest = chain(self.sequence.prefix_digest(self.request.start), self.request.tokens)
         if not self.tokens:
             self.finish(NOTHING)
 
@@ -99,27 +104,29 @@ class ProposeTask(Task[Proposal]):
         allowed = grammar.follow(*known).allowed_in_draft(drafted) if grammar else None
         return SamplingContext(sampling, completion=drafted, counts=counts, allowed=allowed)
 
-    def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
+    def draw_from(self, distribution: SparseDistribution, forecast: Forecast) -> None:
         """Draw a token and continue with it, or finish with the K-th, whose state is not needed.
 
-        `confidence` is the chance that the token is accepted, which depends on nothing but the tokens before it; of who
-        wins a race another one is known.
+        `forecast` depends on nothing but the tokens before it; of who wins a race another one is known.
         """
         token = None
+        self.digest = self.digest or self.sequence.prefix_digest(self.request.committed_length)
         if race := self.session.race(self.place + len(self.drawn)):
-            token, confidence = likely_winner(distribution, race)
-        chance = confidence * (self.chances[-1] if self.chances else self._begun_chance)
+            forecast = forecast_of_race(distribution, race)
+            token = forecast.tokens[0]
+        chance = forecast.confidence * (self.chances[-1] if self.chances else 1.0)
         if chance < self.request.stop_below:
             self.stopped_chance = chance
-            self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
+            self.finish(self.drafted.proposal)
             return
         self.chances.append(chance)
         if token is None:
             token = draw(distribution, self.uniforms[len(self.drawn)])
+        self.rivals.append(forecast.rival(token))
         self.drawn.append(token)
         self.distributions.append(one_hot(token) if race else distribution)
         if len(self.drawn) == self.request.num_draft_tokens or self._interrupted():
-            self.finish(Proposal(tuple(self.drawn), tuple(self.distributions)))
+            self.finish(self.drafted.proposal)
             return
         self.proceed([self.to_feed(token)])
 
@@ -135,7 +142,7 @@ class GuessTask(ProposeTask):
     It draws nothing and consumes no key.
     """
 
-    def draw_from(self, distribution: SparseDistribution, confidence: float = 1.0) -> None:
+    def draw_from(self, distribution: SparseDistribution, forecast: Forecast) -> None:
         """End with the most probable token."""
         if race := self.session.race(self.place):
             token, _ = likely_winner(distribution, race)
@@ -165,24 +172,13 @@ class DraftProcessor:
         logits = drop_padding(self.in_target_ids(logits), self._vocab_size)
         contexts = for_draft(logits, contexts)
         distributions = draft_distributions(logits, contexts, self._vocab_size, self._support_mass, self._support_max)
-        chances = confidences(allowed_logits(logits, contexts))
-        for task, distribution, confidence in zip(drafting, distributions, chances, strict=True):
+        forecasts = forecasts_of(allowed_logits(logits, contexts))
+        for task, distribution, forecast in zip(drafting, distributions, forecasts, strict=True):
             if distribution.token_ids:
-                task.draw_from(distribution, confidence)
+                task.draw_from(distribution, forecast)
             else:
                 task.fail(NonFiniteLogitsError("the draft model's logits for this session are not finite"))
 
     def in_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] by the target's token ids, which are the model's."""
         return logits
-
-
-def confidences(logits: torch.Tensor) -> list[float]:
-    """Return the chances that the next draft tokens are accepted, from logits [N, V] of tokens that are allowed.
-
-    A draft's largest probability tells how sure it is, also where temperature 0 leaves its distribution one-hot (Li et
-    al. 2024, "EAGLE-2", section 4: confidence and acceptance go together).
-    """
-    logits = logits.float()
-    largest = (logits.amax(dim=-1) - logits.logsumexp(dim=-1)).exp()
-    return (largest**CONFIDENCE_EXPONENT).tolist()

@@ -152,7 +152,7 @@ class Cluster:
             server = self.network.serve("draft", process)
             model = ToyLanguageModel(DRAFT, self.num_blocks)
             engine = self._engine(process, model, DraftProcessor(VOCAB_SIZE, 0.999, VOCAB_SIZE))
-            drafter = ModelDrafter("model", engine, described("toy draft", "draft model"), drafts_ahead=True)
+            drafter = ModelDrafter("model", engine, described("toy draft", "draft model"), num_outcomes=3)
             draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer({"model": drafter}), server)
             server.is_ready = True
 

@@ -18,6 +18,13 @@ async def channel(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def ahead_channel(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
-    """A worker that drafts ahead."""
-    async with served(model_folder, draft_ahead=True) as connected:
+    """A worker that drafts ahead of one outcome."""
+    async with served(model_folder, draft_ahead=True, draft_ahead_outcomes=1) as connected:
+        yield connected
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def outcomes_channel(model_folder: Path) -> AsyncIterator[grpc.aio.Channel]:
+    """A worker that drafts ahead of many outcomes."""
+    async with served(model_folder, draft_ahead=True, draft_ahead_outcomes=32) as connected:
         yield connected

@@ -11,6 +11,7 @@ import pytest
 from draft_service.drafters.model import ModelDrafterSettings
 from draft_service.drafters.ngram import NgramDrafter
 from draft_service.model.drafter import ModelDrafter
+from draft_service.model.forecasts import Forecast
 from draft_service.model.tasks import DraftProcessor, ProposeTask
 from draft_service.servicer import DraftServicer
 from specdec.drafting.request import DraftRequest
@@ -38,6 +39,7 @@ from tests.workers.draft_service.streams import (
 )
 
 WAIT_S = 60.0
+SURE = Forecast(1.0, (), 0.0)
 
 
 async def until_fed(sizes: list[int], expected_sizes: list[int]) -> None:
@@ -192,7 +194,7 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
     settings = ModelDrafterSettings(model=str(model_folder), dtype="float32", port=0)
     model, info = await load_model(settings, str(model_folder))
     engine = new_engine(settings, model, DraftProcessor(info.vocab_size, SUPPORT_MASS, SUPPORT_MAX))
-    drafter = ModelDrafter("model", engine, info, drafts_ahead=True)
+    drafter = ModelDrafter("model", engine, info, num_outcomes=3)
     engine.start()
     try:
         first, second = (WorkerSession(name, 1, PLAIN, len(PROMPT)) for name in ("first", "second"))
@@ -208,6 +210,7 @@ async def test_drafting_ahead_stops_for_requests_and_ended_streams(model_folder:
             drafter.draft_ahead(session, ask, drafted.proposal)
             await asyncio.sleep(0.001)
             drafter.abandon(session, is_latest=True)
+        await drafter.propose(first, ask, match=False)
         await close_while_drafting_ahead(drafter, first, ask, drafted.proposal)
         async with asyncio.timeout(WAIT_S):
             while is_busy(engine.load):  # noqa: ASYNC110  # the engine has no event for this
@@ -277,10 +280,10 @@ async def test_drafting_ahead_stops_after_the_current_forward() -> None:
     task.prepare()
     task.sequence.reserve(2)
     task.sequence.append([1, 2])
-    task.draw_from(SparseDistribution((5,), (1.0,)))
+    task.draw_from(SparseDistribution((5,), (1.0,)), SURE)
     assert not task.done
     asked = True
-    task.draw_from(SparseDistribution((6,), (1.0,)))
+    task.draw_from(SparseDistribution((6,), (1.0,)), SURE)
     assert task.done
     assert task.submission.result == Proposal(
         (5, 6), (SparseDistribution((5,), (1.0,)), SparseDistribution((6,), (1.0,)))

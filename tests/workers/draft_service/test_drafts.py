@@ -7,6 +7,7 @@ import grpc
 import numpy as np
 import pytest
 
+from draft_service.model.forecasts import Forecast
 from draft_service.model.tasks import ProposeTask
 from specdec.drafting.request import DraftRequest
 from specdec.engine import ContiguousPool, KvCache, LayerShape
@@ -202,7 +203,7 @@ def test_a_restarted_task_discards_its_draft() -> None:
     task.prepare()
     task.sequence.reserve(2)
     task.sequence.append([1, 2])
-    task.draw_from(SparseDistribution((5,), (1.0,)))
+    task.draw_from(SparseDistribution((5,), (1.0,)), Forecast(1.0, (), 0.0))
     assert (task.drawn, task.tokens) == ([5], [5])
     task.sequence.close()
     task.tokens = [1, 2]
