@@ -47,25 +47,26 @@ def rival_of(reference: Reference, text: list[int]) -> int:
     return int(reference(text)[-1].topk(2).indices[1])
 
 
-@pytest.mark.parametrize("num_accepted", range(COUNT))
+@pytest.mark.parametrize("num_accepted", range(COUNT + 1))
 @in_module_loop
-async def test_a_round_after_a_rejection_is_there(
+async def test_a_round_after_any_outcome_is_there(
     num_accepted: int,
     outcomes_channel: grpc.aio.Channel,
     names: Iterator[str],
     reference: Reference,
     forwards: Forwards,
 ) -> None:
-    """The answer needs no forward, whichever token is rejected; the next round, of other tokens, is right as well."""
+    """The answer needs no forward, whatever is accepted; the next round, of other tokens, is right as well."""
     name = next(names)
     stream, sizes = DraftStream(outcomes_channel, name, GREEDY), forwards.by_session[name]
     drafted = decoded(await stream.propose(0, PROMPT, COUNT), COUNT).tokens
     num_drafted = COUNT + 1 + COUNT + COUNT * COUNT  # the proposal, the guess, after all, after each rejection
     await until_drafted(sizes, num_drafted)
     kept = [*PROMPT, *drafted[:num_accepted]]
-    text = [*kept, rival_of(reference, kept)]
+    text = [*kept, (rival_of if num_accepted < COUNT else guess_of)(reference, kept)]
     stream.text = list(text)
-    given = await stream.propose(len(kept), text[len(kept) :], COUNT)
+    start = len(PROMPT) + min(num_accepted, COUNT - 1)
+    given = await stream.propose(start, text[start:], COUNT)
     assert given.timing.forward_s == 0
     answer = decoded(given, COUNT)
     assert_same(answer, expected(reference, text, COUNT, GREEDY))
