@@ -1,7 +1,7 @@
 """The draft worker's Prometheus metrics where it runs a model: `specdec_draft_...`.
 
-draft-ahead  rate(specdec_draft_ahead_hits_total) / rate(specdec_draft_rounds_total) of requests are answered by it;
-             rate(specdec_draft_ahead_hidden_seconds_total) of drafting that nobody waited for
+draft-ahead  rate(specdec_draft_ahead_hits_total) / rate(specdec_draft_queue_seconds_count): requests answered by it
+             rate(specdec_draft_ahead_hidden_seconds_total): seconds of drafting that nobody waited for
 """
 
 from prometheus_client import Counter

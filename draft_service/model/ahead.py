@@ -14,11 +14,10 @@ A sequence holds one text, so what is drafted after a rejection takes the place 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from draft_service.model.drafted import Drafted, Rejection
+from draft_service.model.drafted import UNDRAFTED, Drafted, Rejection
 from draft_service.model.tasks import GuessTask, ProposeTask
 from specdec.drafting.request import DraftRequest
 from specdec.engine import EngineError, EngineLoop
@@ -26,6 +25,7 @@ from specdec.errors import NonFiniteLogitsError
 from specdec.exact.prefix import chain
 from specdec.exact.values import Proposal
 from specdec.serving.session_stream import WorkerSession
+from specdec.serving.telemetry import get_logger
 
 LEAST_CHANCE = 0.05  # of a rejection after which a round is drafted
 
@@ -38,6 +38,13 @@ class HeldText:
     digest: bytes  # of these
     tokens: tuple[int, ...]  # after them; the cache may hold others
     num_committed: int  # tokens before the proposal
+
+    @property
+    def from_proposal(self) -> "HeldText":
+        """The same, where all that is committed is cached."""
+        size = self.num_committed - self.start
+        digest = chain(self.digest, self.tokens[:size])
+        return HeldText(self.num_committed, digest, self.tokens[size:], self.num_committed)
 
     def request_from(self, request: DraftRequest) -> DraftRequest:
         """Return the same request with more of the text, so that it does not build on tokens that are not cached."""
@@ -68,6 +75,17 @@ class Ahead:
         return request.prefix_digest is None or chain(request.prefix_digest, request.tokens) == self.digest
 
 
+class Found(NamedTuple):
+    """A round that was drafted ahead and is asked for now."""
+
+    ahead: Ahead | None
+    drafted: Drafted  # as much of it as was asked for
+    is_whole: bool  # nothing is to be added
+
+
+NONE_FOUND = Found(None, UNDRAFTED, is_whole=False)
+
+
 @dataclass(slots=True)
 class RoundsAhead:
     """What is drafted ahead of one session's next request."""
@@ -87,9 +105,12 @@ class RoundsAhead:
         text = [*self.held.tokens[cached:num_kept], *tokens]
         return replace(self.request, start=self.held.start + cached, tokens=text, prefix_digest=None)
 
-    def found(self, session: WorkerSession, request: DraftRequest) -> Ahead | None:
-        """Return the round that is asked for."""
-        return next((ahead for ahead in self.rounds if ahead.answers(session, request)), None)
+    def found(self, session: WorkerSession, request: DraftRequest) -> Found:
+        """Return the round that is asked for, as far as it is here."""
+        ahead = next((ahead for ahead in self.rounds if ahead.answers(session, request)), None)
+        if not (ahead and request.num_draft_tokens):
+            return NONE_FOUND
+        return Found(ahead, *ahead.drafted.asked(request.num_draft_tokens, request.stop_below))
 
     def held_after(self, ahead: Ahead, proposal: Proposal) -> tuple[HeldText, bool]:
         """Return what is held once a round that was drafted ahead has been answered, and whether it is scattered."""
@@ -98,6 +119,11 @@ class RoundsAhead:
             return HeldText(length, ahead.digest, proposal.tokens, length), False
         tokens = (*ahead.accepted, *ahead.request.tokens, *proposal.tokens)
         return HeldText(self.held.start, self.held.digest, tokens, length), True
+
+    async def ended(self) -> None:
+        """Return once nothing is drafted any more; whoever asks for a round has interrupted it."""
+        if self.running:
+            await self.running
 
     def stop(self) -> None:
         """Draft no more."""
@@ -123,10 +149,12 @@ class OutcomeDrafter:
     async def draft(self, rounds: RoundsAhead) -> None:
         """Add one round after the other; end where anything fails."""
         likely = [rejection for rejection in rounds.drafted.rejections() if rejection.chance >= LEAST_CHANCE]
-        with suppress(EngineError, NonFiniteLogitsError):
+        try:
             await self._after_all(rounds)
             for rejection in likely[: self._num_outcomes - 1]:
                 await self._after_rejection(rounds, rejection)
+        except (EngineError, NonFiniteLogitsError) as error:
+            get_logger().debug("nothing_more_ahead", session_id=rounds.session.session_id, problem=str(error))
 
     async def _after_all(self, rounds: RoundsAhead) -> None:
         """Draft after all of the proposal, whose last token was not fed, and the most probable token."""
@@ -137,6 +165,8 @@ class OutcomeDrafter:
         num_committed, match = rounds.held.num_committed, rounds.is_scattered
         task: ProposeTask = GuessTask(rounds.session, guessing, match, num_committed=num_committed)
         guess: Proposal = await self._engine.run(task)
+        rounds.held, rounds.is_scattered = rounds.held.from_proposal, False  # what was fed is cached, in its order
+        num_kept = len(rounds.held.tokens) - 1
         await self._draft(rounds, rounds.following(num_kept, [last, *guess.tokens]), num_new=2)
 
     async def _after_rejection(self, rounds: RoundsAhead, rejection: Rejection) -> None:

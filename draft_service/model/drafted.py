@@ -27,11 +27,6 @@ class Drafted:
     rivals: tuple[Rival, ...] = ()  # of each token
     stopped_chance: float | None = None  # of the token before which it stopped; None: interrupted, or it is whole
 
-    @property
-    def chance(self) -> float:
-        """The chance that all of it is accepted."""
-        return self.chances[-1] if self.chances else 1.0
-
     def first(self, num_tokens: int) -> "Drafted":
         """Return its first tokens."""
         proposal = Proposal(self.proposal.tokens[:num_tokens], self.proposal.distributions[:num_tokens])

@@ -7,8 +7,8 @@ from typing import Any
 
 from draft_service.drafter import NO_OBSERVATIONS, DraftResult
 from draft_service.metrics import METRICS, count_ahead
-from draft_service.model.ahead import HeldText, OutcomeDrafter, RoundsAhead
-from draft_service.model.drafted import NOTHING, UNDRAFTED
+from draft_service.model.ahead import NONE_FOUND, HeldText, OutcomeDrafter, RoundsAhead
+from draft_service.model.drafted import NOTHING
 from draft_service.model.tasks import ProposeTask
 from specdec.drafting.request import DraftRequest
 from specdec.engine import CacheMiss, EngineLoop, TaskTimes
@@ -46,7 +46,7 @@ class ModelDrafter:
         request = self._within_context(request)
         self._num_asking += 1  # interrupts drafting ahead
         try:
-            rounds, timings = await self._answered(session, request, match, await self._ended(session))
+            rounds, timings = await self._answered(session, request, match)
         except CacheMiss as miss:
             return DraftResult(NOTHING, miss.cached_len)
         finally:
@@ -62,31 +62,26 @@ class ModelDrafter:
         room = max(0, self.model.context_length + 1 - request.committed_length)
         return replace(request, num_draft_tokens=min(request.num_draft_tokens, room))
 
-    async def _ended(self, session: WorkerSession) -> RoundsAhead | None:
-        """Return what was drafted ahead since the latest answer; it is used at most once."""
-        rounds = self._rounds.pop(session.key, None)
-        if rounds and rounds.running:
-            await rounds.running
-        return rounds
-
     async def _answered(
-        self, session: WorkerSession, request: DraftRequest, match: bool, before: RoundsAhead | None
+        self, session: WorkerSession, request: DraftRequest, match: bool
     ) -> tuple[RoundsAhead, TaskTimes]:
         """Answer a request with what was drafted ahead, as far as it is the round that is asked for."""
         began_s = time.perf_counter()
-        ahead = before.found(session, request) if before else None
-        begun, is_whole = UNDRAFTED, False
+        before = self._rounds.pop(session.key, None)
+        found = before.found(session, request) if before else NONE_FOUND
+        if before and not found.is_whole:
+            await before.ended()
+            found = before.found(session, request)
         if before and before.rounds:
-            count_ahead(len(before.rounds), ahead.seconds if ahead else None)
-        if ahead and request.num_draft_tokens:
-            begun, is_whole = ahead.drafted.asked(request.num_draft_tokens, request.stop_below)
-        if before and ahead and is_whole:
-            held, is_scattered = before.held_after(ahead, begun.proposal)
+            count_ahead(len(before.rounds), found.ahead.seconds if found.ahead else None)
+        if before and found.ahead and found.is_whole:
+            before.stop()
+            held, is_scattered = before.held_after(found.ahead, found.drafted.proposal)
             times = TaskTimes(total_s=time.perf_counter() - began_s)
-            return RoundsAhead(session, request, begun, held, is_scattered), times
+            return RoundsAhead(session, request, found.drafted, held, is_scattered), times
         if before and before.is_scattered and (whole := before.held.request_from(request)) is not request:
             request, match = whole, True
-        task = ProposeTask(session, request, match, begun)
+        task = ProposeTask(session, request, match, found.drafted)
         await run_task(self._engine, task)
         length = request.committed_length
         held = HeldText(length, task.digest, task.drafted.proposal.tokens, length)

@@ -101,7 +101,7 @@ class ProposeTask(Task[Proposal]):
         known = self.start, text, num_committed, self.session.num_prompt_tokens
         counts = self.session.counts.update(*known) if sampling.has_penalties else None
         drafted = text[num_committed:]
-        allowed = grammar.follow(*known).allowed_in_draft(drafted) if grammar else None
+        allowed = grammar.allowed_in_draft(*known, drafted) if grammar else None
         return SamplingContext(sampling, completion=drafted, counts=counts, allowed=allowed)
 
     def draw_from(self, distribution: SparseDistribution, forecast: Forecast) -> None:

@@ -44,8 +44,8 @@ class TranslatedTask(ProposeTask):
         """Return what the next distribution depends on, in the target's tokens."""
         sampling, num_prompt = self.session.sampling, self.session.num_prompt_tokens
         completion, grammar = self._committed[num_prompt:], self.session.grammar.text
-        held = grammar.follow(0, self._committed, len(self._committed), num_prompt) if grammar else None
-        allowed = held.allowed_in_draft(self.drawn) if held else None
+        known = 0, self._committed, len(self._committed), num_prompt
+        allowed = grammar.allowed_in_draft(*known, self.drawn) if grammar else None
         return SamplingContext(sampling, self._committed[:num_prompt], [*completion, *self.drawn], allowed=allowed)
 
     def to_feed(self, token: int) -> int:

@@ -38,7 +38,8 @@ class GrammarText:
 
         `has_text` says of a token whether it is one of the tokenizer's, and no end of a text.
         """
-        self._field, self._matcher, self._vocab_size, self._has_text = field, matcher, vocab_size, has_text
+        self._field, self._vocab_size, self._has_text = field, vocab_size, has_text
+        self._unused, self._matcher = matcher, matcher.deep_copy()
         self._text = array("I")  # the completion, then draft tokens
         self._num_committed = 0
         self._num_matched = 0  # tokens of the text that fit, up to the first that does not
@@ -74,11 +75,18 @@ class GrammarText:
             raise _refused(self._field, DEAD_END)
         return np.pad(allowed, (0, self._vocab_size - len(allowed))).astype(np.bool_)
 
-    def allowed_in_draft(self, path: Sequence[int] = ()) -> np.ndarray | None:
-        """Return `allowed`, and None instead of an error: a draft need not have the form."""
+    def allowed_in_draft(
+        self, start: int, tokens: Sequence[int], length: int, num_prompt_tokens: int, path: Sequence[int] = ()
+    ) -> np.ndarray | None:
+        """Follow a text, and return what is allowed after a draft; None instead of an error: it need not have the form.
+
+        An error, from which a matcher never recovers, is forgotten: another draft may have the form.
+        """
         try:
-            return self.allowed(path)
+            return self.follow(start, tokens, length, num_prompt_tokens).allowed(path)
         except InvalidArgumentError:
+            self._matcher, self._num_committed, self._num_matched = self._unused.deep_copy(), 0, 0
+            del self._text[:]
             return None
 
     def forced(self, maximum: int) -> list[int]:
@@ -134,7 +142,7 @@ class Grammars:
         self._compiled.move_to_end(grammar)
         if len(self._compiled) > MAX_COMPILED:
             self._compiled.popitem(last=False)
-        return GrammarText(grammar[0], matcher.deep_copy(), self._vocab_size, self._has_text)
+        return GrammarText(grammar[0], matcher, self._vocab_size, self._has_text)
 
     def _has_text(self, token: int) -> bool:
         return token < self._tokenizer.vocab_size and token not in self._eos_token_ids

@@ -11,6 +11,7 @@ import torch
 from prometheus_client import REGISTRY
 from transformers import AutoModelForCausalLM
 
+from draft_service.model import ahead
 from specdec import (
     AsyncClient,
     Completion,
@@ -140,8 +141,9 @@ async def test_a_draft_like_the_target_is_always_accepted(client: AsyncClient) -
     assert set(completion.origins) == {TokenOrigin.ACCEPTED, TokenOrigin.BONUS}
 
 
-async def test_rounds_drafted_ahead_are_requested(client: AsyncClient) -> None:
-    """A draft like the target guesses every closing token, so each round drafted ahead is requested."""
+async def test_rounds_drafted_ahead_are_requested(client: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft like the target guesses every closing token, so each round is requested that is drafted ahead of that."""
+    monkeypatch.setattr(ahead, "LEAST_CHANCE", 2.0)  # of no rejection
 
     def total(name: str) -> float:
         return REGISTRY.get_sample_value(f"specdec_draft_ahead_{name}_total") or 0.0

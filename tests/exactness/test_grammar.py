@@ -201,7 +201,8 @@ def test_an_ambiguous_grammar_is_refused_before_it_takes_long() -> None:
     with pytest.raises(InvalidArgumentError, match="takes too much work"):
         grow()
     assert sizes[-1] < 200
-    assert text.allowed_in_draft() is None, "a draft goes on without it"
+    assert text.allowed_in_draft(0, [letter] * sizes[-1], sizes[-1], 0) is None, "a draft goes on without it"
+    assert text.allowed_in_draft(0, [letter], 1, 0) is not None, "another one need not"
 
 
 def test_large_schemas_are_within_the_limits() -> None:
@@ -220,7 +221,9 @@ def test_a_text_that_nothing_can_continue_is_refused(grammars: Grammars) -> None
     text.follow(0, [*PROMPT, 0], 3, 2)
     with pytest.raises(InvalidArgumentError, match="no token of this model can continue"):
         text.allowed()
-    assert text.allowed_in_draft() is None
+    held = 0, [*PROMPT], 2, 2
+    assert text.allowed_in_draft(*held, [0]) is None
+    assert text.allowed_in_draft(*held, []) is not None, "only that draft has no form"
 
 
 def test_a_completion_of_another_form_is_refused(grammars: Grammars) -> None:

@@ -113,7 +113,7 @@ class HeadRound:
         session, text, grammar = self.session, self.held.tokens, self.session.grammar.text
         known = self.request.start, text, len(text), session.num_prompt_tokens
         counts = session.counts.update(*known) if sampling.has_penalties else None
-        allowed = grammar.follow(*known).allowed_in_draft(path) if grammar else None
+        allowed = grammar.allowed_in_draft(*known, path) if grammar else None
         return SamplingContext(sampling, completion=path, counts=counts, allowed=allowed)
 
 
