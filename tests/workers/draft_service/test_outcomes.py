@@ -101,6 +101,48 @@ async def test_any_course_of_rounds_is_drafted_as_without(
         text.append(course.choice(closers))
 
 
+@pytest.mark.parametrize("seed", range(4))
+@in_module_loop
+async def test_matched_drafts_are_the_same_as_without(
+    seed: int, channel: grpc.aio.Channel, outcomes_channel: grpc.aio.Channel, names: Iterator[str]
+) -> None:
+    """They guess who wins a race; a rival is who may come second. Often everything is accepted."""
+    course, text, starts = random.Random(seed), list(PROMPT), [0, 0]
+    sampling = replace(PLAIN, seed=seed)
+    streams = [DraftStream(each, next(names), sampling, is_matched=True) for each in (channel, outcomes_channel)]
+    for _ in range(20):
+        answers = []
+        for stream, start in zip(streams, starts, strict=True):
+            stream.text = list(text)
+            answers.append(await stream.propose(start, text[start:], COUNT))
+        plain, drafted = (decoded(answer, COUNT) for answer in answers)
+        assert drafted == plain
+        assert len(plain) == COUNT
+        await asyncio.sleep(0.02)
+        num_accepted = course.choice([0, 1, COUNT, COUNT])
+        starts = [min(answer.cached_len, len(text) + num_accepted) for answer in answers]
+        text = [*text, *plain.tokens[:num_accepted], course.randrange(3)]
+
+
+@in_module_loop
+async def test_a_streak_of_hits_is_drafted_as_without(
+    outcomes_channel: grpc.aio.Channel, names: Iterator[str], reference: Reference
+) -> None:
+    """Round after round everything is accepted, and closed as the draft has guessed."""
+    stream, text, start, num_found = DraftStream(outcomes_channel, next(names), GREEDY), list(PROMPT), 0, 0
+    for _ in range(25):
+        stream.text = list(text)
+        answer = await stream.propose(start, text[start:], COUNT)
+        drafted = decoded(answer, COUNT)
+        assert_same(drafted, expected(reference, text, COUNT, GREEDY))
+        num_found += answer.timing.forward_s == 0
+        await asyncio.sleep(0.05)
+        start = len(text) + COUNT - 1
+        text = [*text, *drafted.tokens]
+        text.append(guess_of(reference, text))
+    assert num_found > 0
+
+
 def test_the_likeliest_rejection_comes_first() -> None:
     """By the chances of getting so far, and of the rival there."""
     proposal = Proposal((7, 8, 9), (one_hot(7), one_hot(8), one_hot(9)))
