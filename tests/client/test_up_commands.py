@@ -21,6 +21,7 @@ from specdec.serving.local import (
     gateway_command,
     worker_commands,
 )
+from specdec.serving.local.commands import WORKER_NICENESS
 from specdec.serving.local.preflight import check
 from specdec.serving.settings import load
 from target_service.settings import TargetSettings
@@ -138,6 +139,40 @@ def test_workers_let_others_go_first_unless_told_otherwise() -> None:
     assert environment_of(target, {})["SPECDEC_NICENESS"] == environment_of(draft, {})["SPECDEC_NICENESS"] == "5"
     assert environment_of(target, {"SPECDEC_NICENESS": "0"})["SPECDEC_NICENESS"] == "0"
     assert "SPECDEC_NICENESS" not in environment_of(coordinator_command(Options("t"), [1], []), {})
+
+
+@pytest.mark.parametrize(
+    ("options", "num_cores", "is_ahead"),
+    [
+        (Options("t", "d"), 2, False),
+        (Options("t", "d"), 8, False),  # a target of 4 threads takes the other 4 too
+        (Options("t", "d"), 64, True),  # 32 and 7 helpers, 4 for the draft
+        (Options("t", "d", target_threads=1, draft_threads=1), 9, True),
+        (Options("t", "d", target_threads=1, draft_threads=1), 8, False),
+        (Options("t", "d", target_threads=1, draft_threads=2), 9, False),
+        (Options("t", "d", target_threads=1, draft_threads=1, num_drafts=2), 9, False),
+        (Options("t", "d", target_threads=1, draft_threads=1, num_targets=2), 16, False),
+        (Options("t", "d", target_threads=1, draft_threads=1, num_targets=2), 17, True),
+        (Options("t", "d", device="cuda"), 2, True),
+    ],
+)
+def test_drafts_ahead_only_on_cores_that_targets_leave(options: Options, num_cores: int, is_ahead: bool) -> None:
+    commands = worker_commands(options, num_cores)
+    settings = [environment_of(command, {}).get("SPECDEC_DRAFT_AHEAD") for command in commands]
+    drafts = None if is_ahead else "false"
+    assert settings == [None] * options.num_targets + [drafts] * options.num_drafts
+    for command in commands:
+        told = environment_of(command, {"SPECDEC_DRAFT_AHEAD": "true"})
+        assert told.get("SPECDEC_DRAFT_AHEAD") == ("true" if command.kind == "draft" else None)
+
+
+def test_draft_workers_understand_whether_to_draft_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    [_, draft] = worker_commands(Options("t", "d"), num_cores=2)
+    for name, value in draft.defaults.items():
+        monkeypatch.setenv(f"SPECDEC_{name.upper()}", value)
+    settings: Any = load(DraftSettings, "draft", draft.flags)
+    assert not settings.draft_ahead
+    assert settings.niceness == WORKER_NICENESS
 
 
 def test_log_lines_are_events_or_text() -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from specdec.serving.local.options import MODEL_FREE, NO_DRAFT, Options
+from specdec.serving.processors import MAX_SPARE
 from specdec.serving.settings import ENV_PREFIX, settings_of, variable_names
 
 # workers compute for as long as they are let; what answers clients, on the same cores, needs a moment now and then.
@@ -20,7 +21,7 @@ class Command:
     module: str
     flags: tuple[str, ...]
     num_threads: int = 1
-    niceness: int = 0  # unless the environment says otherwise
+    defaults: Mapping[str, str] = field(default_factory=dict)  # settings, unless the environment says otherwise
     variables: Mapping[str, str] = field(default_factory=dict)  # what must not be on a command line
 
     @property
@@ -41,20 +42,36 @@ def default_threads(num_cores: int) -> tuple[int, int]:
 def worker_commands(options: Options, num_cores: int) -> list[Command]:
     """Return the workers to start, targets first."""
     target_threads, draft_threads = default_threads(num_cores)
+    options = replace(
+        options,
+        target_threads=options.target_threads or target_threads,
+        draft_threads=options.draft_threads or draft_threads,
+        num_drafts=options.num_drafts if options.draft != NO_DRAFT else 0,
+    )
     ports = count((options.metrics_ports or 0) + 1)
+    needed = {"niceness": str(WORKER_NICENESS)}
+    ahead = {} if _has_idle_cores(options, num_cores) else {"draft_ahead": "false"}
     return [
-        *(
-            _worker("target", options, options.target_threads or target_threads, ports, number)
-            for number in range(options.num_targets)
-        ),
-        *(
-            _worker("draft", options, options.draft_threads or draft_threads, ports, number)
-            for number in range(options.num_drafts if options.draft != NO_DRAFT else 0)
-        ),
+        *(_worker("target", options, needed, ports, number) for number in range(options.num_targets)),
+        *(_worker("draft", options, needed | ahead, ports, number) for number in range(options.num_drafts)),
     ]
 
 
-def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", number: int) -> Command:
+def _has_idle_cores(options: Options, num_cores: int) -> bool:
+    """Return whether drafts can be computed while targets compute, without taking cores from them.
+
+    On a CPU a target takes helpers beside its threads. Two cores that both workers use: drafting ahead cost more than
+    it hid (docs/benchmarks.md).
+    """
+    if options.device == "cuda":
+        return True
+    target_cores = min(num_cores, (options.target_threads or 1) + MAX_SPARE)
+    draft_cores = options.draft_threads or 1
+    return options.num_targets * target_cores + options.num_drafts * draft_cores <= num_cores
+
+
+def _worker(kind: str, options: Options, defaults: Mapping[str, str], ports: "count[int]", number: int) -> Command:
+    num_threads = (options.target_threads if kind == "target" else options.draft_threads) or 1
     model = _target_flags(options) if kind == "target" else _draft_flags(options)
     flags = (
         *model,
@@ -63,7 +80,7 @@ def _worker(kind: str, options: Options, num_threads: int, ports: "count[int]", 
         *_common_flags(options, next(ports)),
     )
     name = f"{kind} worker {number + 1}" if number else f"{kind} worker"
-    return Command(name, f"{kind}_service", flags, num_threads, WORKER_NICENESS)
+    return Command(name, f"{kind}_service", flags, num_threads, defaults)
 
 
 def _target_flags(options: Options) -> tuple[str, ...]:
@@ -135,6 +152,5 @@ def environment_of(command: Command, environment: Mapping[str, str]) -> dict[str
         "PYTHONUNBUFFERED": "1",
         "TQDM_DISABLE": "1",  # its bars are no lines
     }
-    if command.niceness:
-        defaults[f"{ENV_PREFIX}NICENESS"] = str(command.niceness)
+    defaults |= {f"{ENV_PREFIX}{name.upper()}": value for name, value in command.defaults.items()}
     return defaults | kept | dict(command.variables)
