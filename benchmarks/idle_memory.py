@@ -1,9 +1,13 @@
-"""`python -m benchmarks.idle_memory`: the memory that the coordinator takes for each session that waits.
+"""`python -m benchmarks.idle_memory`: the memory that the coordinator takes for each session that is idle, or waits.
 
-Sessions are begun and have their first tokens; then the workers are stopped (SIGSTOP), so that every session is there,
-with its client, its streams to the workers and its record in the store, and nothing happens. The coordinator's memory
-(Linux's /proc) is compared with what it was before, after a few sessions have come and gone: what a process frees it
-keeps, and many sessions before would leave those that are measured room for nothing.
+Idle sessions are those whose client has left and may come back: a few at a time they are begun, have their first tokens
+and are left. They wait in the store; what the coordinator remembers of them is its own, and so is the store in memory.
+
+Waiting sessions are begun and have their first tokens; then the workers are stopped (SIGSTOP), so that every session is
+there, with its client, its streams to the workers and its record in the store, and nothing happens.
+
+The coordinator's memory (Linux's /proc) is compared with what it was before, after a few sessions have come and gone:
+what a process frees it keeps, and many sessions before would leave those that are measured room for nothing.
 
     python -m benchmarks.idle_memory --sessions 500 --draft-tokens 4
 """
@@ -26,6 +30,7 @@ from specdec.serving.local import CannotRun, Options, running
 
 MAX_TOKENS = 2048
 SETTLE_S = 3.0
+NO_HURRY_S = 86400.0  # a deadline that nobody is refused for
 WARM_UP = 4  # sessions
 
 
@@ -47,15 +52,27 @@ def stopped(children: Sequence[Child]) -> Iterator[None]:
             os.kill(child.pid, signal.SIGCONT)
 
 
-async def _begun(client: AsyncClient, stack: AsyncExitStack, number: int, num_draft_tokens: int) -> None:
-    """Begin a session; return once its first chunk is there."""
-    stream = client.generate(
-        prompt_token_ids=PROMPT,
-        sampling=SamplingParams(temperature=1.0, seed=number, max_new_tokens=MAX_TOKENS, ignore_eos=True),
-        speculation=SpeculationParams(num_draft_tokens=num_draft_tokens, drafter="model"),
-    )
-    await stack.enter_async_context(stream)
-    await anext(stream)
+class Sessions:
+    """Sessions of one client, each with a seed of its own; all drafted by the model, so many tokens a round."""
+
+    def __init__(self, client: AsyncClient, num_draft_tokens: int) -> None:
+        self._client = client
+        self._speculation = SpeculationParams(num_draft_tokens=num_draft_tokens, drafter="model")
+
+    async def begin(self, stack: AsyncExitStack, number: int) -> None:
+        """Begin a session, which lasts while the stack is open; return once its first chunk is there."""
+        sampling = SamplingParams(temperature=1.0, seed=number, max_new_tokens=MAX_TOKENS, ignore_eos=True)
+        stream = self._client.generate(prompt_token_ids=PROMPT, sampling=sampling, speculation=self._speculation)
+        await stack.enter_async_context(stream)
+        await anext(stream)
+
+    async def begin_and_leave(self, num_sessions: int) -> None:
+        """Begin sessions and leave them, a few at a time."""
+        for first in range(0, num_sessions, WARM_UP):
+            async with AsyncExitStack() as stack:
+                numbers = range(first, min(first + WARM_UP, num_sessions))
+                await asyncio.gather(*(self.begin(stack, number) for number in numbers))
+        await asyncio.sleep(SETTLE_S)
 
 
 async def measure(flags: argparse.Namespace, folder: Path) -> None:
@@ -65,20 +82,22 @@ async def measure(flags: argparse.Namespace, folder: Path) -> None:
     async with running(options, print_errors) as services:
         workers = [child for child in services.children if "worker" in child.name]
         pid = next(child.pid for child in services.children if child.name == "coordinator")
-        for num_sessions in (WARM_UP, flags.sessions):
-            async with AsyncClient(services.address, timeout_s=600) as client:
-                before = private_bytes(pid)
-                async with AsyncExitStack() as stack:
-                    begun = (_begun(client, stack, number, flags.draft_tokens) for number in range(num_sessions))
-                    await asyncio.gather(*begun)
-                    with stopped(workers):
-                        await asyncio.sleep(SETTLE_S)
-                        grown = private_bytes(pid) - before
-                        print(
-                            f"{num_sessions} sessions: {grown / 1e6:.1f} MB, {grown / 1e3 / num_sessions:.1f} kB each",
-                            flush=True,
-                        )
-            await asyncio.sleep(SETTLE_S)
+        async with AsyncClient(services.address, timeout_s=NO_HURRY_S) as client:
+            sessions = Sessions(client, flags.draft_tokens)
+            await sessions.begin_and_leave(WARM_UP)
+            before = private_bytes(pid)
+            await sessions.begin_and_leave(flags.sessions)
+            _tell("idle", flags.sessions, private_bytes(pid) - before)
+            before = private_bytes(pid)
+            async with AsyncExitStack() as stack:
+                await asyncio.gather(*(sessions.begin(stack, number) for number in range(flags.sessions)))
+                with stopped(workers):
+                    await asyncio.sleep(SETTLE_S)
+                    _tell("waiting", flags.sessions, private_bytes(pid) - before)
+
+
+def _tell(what: str, num_sessions: int, num_bytes: int) -> None:
+    print(f"{num_sessions} {what}: {num_bytes / 1e6:.1f} MB, {num_bytes / 1e3 / num_sessions:.1f} kB each", flush=True)
 
 
 def main() -> None:
