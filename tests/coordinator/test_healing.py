@@ -38,7 +38,6 @@ from tests.support.toy_coordinator import (
     read_into,
     take_last,
     tokens_of,
-    until,
 )
 
 SESSION, INCARNATION = "s", "0" * 16
@@ -373,12 +372,15 @@ def test_proofs_are_of_one_text_of_one_session() -> None:
 async def test_takeover_waits_until_a_broken_store_is_settled(store: Store) -> None:
     coordinator = ToyCoordinator(store)
     await coordinator.create(SESSION)
+    unbroken_s = list[float]()  # when each round began
+
+    async def note(_: int) -> None:
+        unbroken_s.append(store.unbroken_s)
+
+    coordinator.toys.before = note
     store.client._note_break()
-    following = asyncio.create_task(coordinator.tokens(SESSION))
-    await until(lambda: bool(len(coordinator.running)))
-    assert not coordinator.toys.scorers
-    assert await following == await undisturbed()
-    assert store.unbroken_s >= SETTLED_S
+    assert await coordinator.tokens(SESSION) == await undisturbed()
+    assert unbroken_s[0] >= SETTLED_S
 
 
 async def test_a_client_that_heals_a_session_waits_for_others(store: Store) -> None:

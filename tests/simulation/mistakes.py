@@ -305,7 +305,7 @@ MISTAKES = [
         "coordinator.starting:SessionStarts._claimed_settled",
         "while self._store.unbroken_s < SETTLED_S:",
         "while False:",
-        1220,
+        3762,
         ROLLBACK,
         hole="H4",
     ),
