@@ -13,6 +13,8 @@ MODEL ?=
 BENCH_ARGS ?=
 # options of gpu-check: --device cpu for a dry run, --report PATH, --minutes
 GPU_CHECK_ARGS ?=
+# how many texts of each case `make exactness` draws; 2500 take about a minute a case on two cores
+GENERATIONS ?= 20000
 # how many worlds `make simulate` runs, and its options, such as --jobs, --first, --hazard and --keep-going
 SEEDS ?= 1000
 SIMULATE_ARGS ?=
@@ -151,7 +153,7 @@ rolling-update: setup ## Roll every Deployment of the demo, as local processes, 
 	  tests/deploy/test_rolling_update.py
 
 exactness: setup ## Show that the text has exactly the target's distribution
-	$(BIN)/python -m benchmarks.exactness
+	$(BIN)/python -m benchmarks.exactness --generations $(GENERATIONS)
 	# the proofs in fractions, on twenty times as many random examples as `make test`
 	EXACTNESS_SWEEP=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q \
 	  tests/exactness/test_enumeration.py tests/exactness/test_block_rule.py tests/exactness/test_trees.py

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice, takewhile
 
+import torch
+
 from benchmarks.bench import Selection, comma_separated, configurations, counts
 from benchmarks.in_process import Reference
 from benchmarks.measure import Configuration, Prompt
@@ -120,6 +122,7 @@ def main() -> None:
     add("--tokens", type=int, default=128, help="maximum tokens of each text (default: 128)")
     add("--at-once", type=int, default=8, help="sessions at once (default: 8)")
     flags = parser.parse_args()
+    torch.set_num_threads(1)  # for the reference: with more, threads that wait for a core that the services have spin
     try:
         served = with_options(SERVED[flags.model](), flags.option)
         served = replace(served, options=replace(served.options, dtype="float32"))
