@@ -367,8 +367,9 @@ async def services(target: Path, draft: Path) -> AsyncIterator[Services]:
     """Run the services; supports are cut short, so that tails take part.
 
     Workers let nobody go first: what is judged is drafts, and on a busy machine they would come too late for a round.
+    They draft ahead, on however few cores.
     """
-    variables = {"SUPPORT_MASS": SUPPORT_MASS, "SUPPORT_MAX": SUPPORT_MAX, "NICENESS": 0}
+    variables = {"SUPPORT_MASS": SUPPORT_MASS, "SUPPORT_MAX": SUPPORT_MAX, "NICENESS": 0, "DRAFT_AHEAD": "true"}
     with environment(**{f"SPECDEC_{name}": str(value) for name, value in variables.items()}):
         started = Services(target, draft)
         async with started.stack:

@@ -9,6 +9,7 @@ Names each text that differs, and by how much the target's two best tokens diffe
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +104,7 @@ async def run(served: Served, flags: argparse.Namespace) -> int:
     """Start the services and compare; return how many texts differ."""
     sampling = served.sampling(0.0, flags.tokens)
     reference = Reference(served.options.target)
+    os.environ.setdefault("SPECDEC_DRAFT_AHEAD", "true")  # on however few cores: texts are compared, not speeds
     async with running(served.options, lambda *_: None) as stack, AsyncClient(stack.address) as client:
         drafters = Selection(flags.drafters).drafters_of((await client.get_model()).drafters)
         cases = list(cases_of(reference, prompts_of(served, flags.prompts), sampling))
