@@ -50,11 +50,12 @@ class AcceptanceHistory:
     def __init__(self) -> None:
         self._counts = NodeCounts(decay=SHARED_DECAY)
         self._probs: tuple[Floats, Floats] | None = None  # since the last round; a session with a fixed K asks for none
+        self._expected: tuple[Floats, Floats] | None = None  # the same
 
     def observe(self, num_asked: int, num_drafted: int, path: Sequence[int], weight: float = 1.0) -> None:
         """Add one round."""
         self._counts.observe(num_asked, num_drafted, path, weight)
-        self._probs = None
+        self._probs = self._expected = None
 
     @property
     def accept_probs(self) -> Floats:
@@ -65,6 +66,13 @@ class AcceptanceHistory:
     def draft_probs(self) -> Floats:
         """Each node's probability of being drafted where it is asked for [MAX_DRAFT_TOKENS]."""
         return self._known_probs()[1]
+
+    @property
+    def expected(self) -> tuple[Floats, Floats]:
+        """The mean tokens, and the mean draft tokens, of a round of a session of which nothing is known [MAX + 1]."""
+        if self._expected is None:
+            self._expected = _sums(1.0, self.accept_probs), _sums(0.0, self.draft_probs)
+        return self._expected
 
     def _known_probs(self) -> tuple[Floats, Floats]:
         if self._probs is None:
@@ -111,14 +119,25 @@ class SessionAcceptance:
 
     def expected_tokens(self) -> Floats:
         """Return the mean tokens of a round by draft tokens asked for, the closing token included [MAX + 1]."""
+        if not self._num_rounds:
+            return self._shared.expected[0]
         asked, accepted, prior = self._counts.asked, self._counts.accepted, self._shared.accept_probs
         # a session that accepts more than others at the nodes tested will do so at the others too
         ratio = (accepted.sum() + SESSION_PRIOR_TOKENS) / ((asked * prior).sum() + SESSION_PRIOR_TOKENS)
         probs = (accepted + SESSION_PRIOR_ROUNDS * np.minimum(ratio * prior, 1.0)) / (asked + SESSION_PRIOR_ROUNDS)
-        return np.concatenate([[1.0], 1 + np.cumsum(probs)])
+        return _sums(1.0, probs)
 
     def expected_drafted(self) -> Floats:
         """Return the mean number of draft tokens by draft tokens asked for [MAX + 1]."""
+        if not self._num_rounds:
+            return self._shared.expected[1]
         asked, drafted, prior = self._counts.asked, self._counts.drafted, self._shared.draft_probs
         probs = (drafted + SESSION_PRIOR_ROUNDS * prior) / (asked + SESSION_PRIOR_ROUNDS)
-        return np.concatenate([[0.0], np.cumsum(probs)])
+        return _sums(0.0, probs)
+
+
+def _sums(first: float, probs: Floats) -> Floats:
+    """Return the sums of the first 0, 1, ... probabilities, each and a number [MAX + 1]; not to be written to."""
+    sums = np.cumsum(np.concatenate([[first], probs]))
+    sums.flags.writeable = False
+    return sums

@@ -31,14 +31,14 @@ from specdec.types import MAX_DRAFT_TOKENS
 LENGTHS = np.array([1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 28, *range(32, MAX_DRAFT_TOKENS + 1, 8)])
 PROBE_LENGTH = 4  # draft tokens asked of a drafter whose cost is unknown
 MIN_GAIN = 1.03  # speculation must promise this speed-up, so that it does not alternate with plain decoding
-# of an offer at a busy target: what the target does for it between two forwards, all its sessions wait for
-MIN_BUSY_OFFER_GAIN = 1.1
+# of a draft that a busy target scores ahead: what it does for that between two forwards, all its sessions wait for
+MIN_BUSY_GAIN = 1.1
 # where it promises less than this, a session rests long, and looks at nothing, as looking costs a few per cent: greedy
 # texts often begin to repeat themselves, and then a draft pays that did not before; drawn ones hardly do
 CLEAR_LOSS, CLEAR_GREEDY_LOSS = 0.95, 0.85
 MAX_STOP_BELOW = 0.5  # costs are uncertain: a token that is more likely than not is always drafted
 COMPARED_LENGTHS = (16, 8, 4)  # draft tokens of a proposal that no round uses: as many as are hidden by the scoring
-REPEATED_ROUNDS = 8  # of a rest, in which the target is told the same of the next round: costs change slowly
+REPEATED_ROUNDS = 32  # of a rest, in which the target is told the same of the next round: costs change slowly
 COMPARED_COST = 0.8  # it may take this fraction of the time in which the target scores
 
 
@@ -52,7 +52,7 @@ class Said:
 
     def is_said_again(self, load: int, num_left: int) -> bool:
         """Return whether it holds for another round at a load, after which so many rounds of the rest are left."""
-        return num_left >= self.least_left and load == self.load
+        return num_left >= self.least_left and abs(load - self.load) <= 1
 
 
 class PlanChooser:
@@ -176,13 +176,13 @@ class PlanChooser:
         if self._lookups is None or not self._costs.knows_scoring:
             return ()
         best_speed = max(self._rest_promise().speed, self._best.speed if self._best else 0.0)
-        return self._lookups.draft_lengths(self._all_lengths, MIN_GAIN * best_speed)
+        return self._lookups.draft_lengths(self._all_lengths, self._min_gain * best_speed)
 
     def _rest_promise(self) -> Estimate:
         """Return what a round promises for which no draft worker is asked: plain, or with what the target offers."""
         plain = Estimate(PLAIN, 1.0, self._costs.plain_s())
         offered = self._offers.best if self._offers else plain
-        return offered if offered.speed > self._min_offer_gain * plain.speed else plain
+        return offered if offered.speed > self._min_gain * plain.speed else plain
 
     def next_round(self, plan: DraftPlan, max_length: int) -> NextRound | None:
         """Return what the round after a chosen one will draft, so that the target may score it ahead; None: who knows.
@@ -227,10 +227,10 @@ class PlanChooser:
             return PLAIN, False
         self._offers.ask_nothing()
         best, plain = self._offers.best, Estimate(PLAIN, 1.0, self._costs.plain_s())
-        least_speed = (self._min_offer_gain if self._costs.is_busy else self._clear_loss) * plain.speed
+        least_speed = (self._min_gain if self._costs.is_busy else self._clear_loss) * plain.speed
         if best.speed < least_speed and not self._is_scout:
             return PLAIN, False
-        asked = self._offers.next(plain, self._min_offer_gain) if is_plain else None
+        asked = self._offers.next(plain, self._min_gain) if is_plain else None
         if asked is None:
             return PLAIN, True
         slope_s = self._costs.slope_s(OFFER, self._offers.num_drafted(asked.plan.num_draft_tokens))
@@ -246,9 +246,9 @@ class PlanChooser:
         return is_plain and not is_awake_next
 
     @property
-    def _min_offer_gain(self) -> float:
-        """The speed-up that an offer must promise."""
-        return MIN_BUSY_OFFER_GAIN if self._costs.is_busy else MIN_GAIN
+    def _min_gain(self) -> float:
+        """The speed-up that a draft must promise which the target scores ahead."""
+        return MIN_BUSY_GAIN if self._costs.is_busy else MIN_GAIN
 
     def choose_compared(self, chosen: DraftPlan, available: Iterable[str]) -> DraftPlan | None:
         """Return a plan that another drafter may be asked for while the target scores, and that no round uses."""

@@ -292,12 +292,27 @@ class Costs:
             return PRIOR_RESTING * awake_s
         return min(awake_s, self.score_s(0, RESTING) + self.other_s(is_resting=True))
 
+    def looked_up_each_s(self, num_draft_tokens: Floats, drafter: str) -> Floats:
+        """Return the expected seconds of rounds that draft so many tokens of what was looked up."""
+        if self.is_busy:
+            return self._ahead_each_s(num_draft_tokens)
+        return self.score_each_s(num_draft_tokens, drafter) + self.other_s()
+
     def offered_each_s(self, num_draft_tokens: Floats, drafter: str) -> Floats:
         """Return the expected seconds of rounds with so many draft tokens that the target scores ahead."""
-        scoring = self._score[self.load]
-        if scoring.has_measured(drafter):
-            return self.score_each_s(num_draft_tokens, drafter) + self.other_s(is_resting=True)
-        return self.plain_s() + scoring.added_each(self.num_sessions, self.num_sessions * num_draft_tokens, None)
+        if self.is_busy or not self._score[self.load].has_measured(drafter):
+            return self._ahead_each_s(num_draft_tokens)
+        return self.score_each_s(num_draft_tokens, drafter) + self.other_s(is_resting=True)
+
+    def _ahead_each_s(self, num_draft_tokens: Floats) -> Floats:
+        """Return the expected seconds of rounds whose drafts the target knows before they are asked for: those of a
+        plain one, and what more tokens take in a forward.
+
+        So it is at a busy target, where a round's own time says nothing of its draft: its forward runs for others as
+        well, and more or less of it is over when the round is asked for, by how many are answered together.
+        """
+        added = self._score[self.load].added_each
+        return self.plain_s() + added(self.num_sessions, self.num_sessions * num_draft_tokens, None)
 
     def slope_s(self, drafter: str, num_draft_tokens: float) -> float:
         """Return the expected seconds of one more draft token of every session, drafted and scored.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.choosing.acceptance_history import SessionAcceptance
-from coordinator.choosing.costs import Counts
+from coordinator.choosing.costs import Counts, Floats
 from coordinator.choosing.plans import DraftPlan, Estimate
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.lookup import LONGEST, SHORTEST, Match
@@ -54,6 +54,7 @@ class Lookups:
         self._acceptance = [SessionAcceptance(shared.acceptance(name, is_greedy)) for name in names]
         self._compared_length = min(COMPARED_LENGTH, maximum)
         self._estimates: dict[tuple[int, int, int], tuple[int, Estimate]] = {}  # by class, load and longest
+        self._seconds: tuple[tuple[int, int, int], Floats] | None = None  # by load and longest, in a round
         self._num_rounds = 0
         self._pending: Pending | None = None
 
@@ -68,9 +69,16 @@ class Lookups:
 
     def _estimate(self, index: int, lengths: Counts) -> Estimate:
         tokens = self._acceptance[index].expected_tokens()[lengths]
-        seconds = self._costs.score_each_s(lengths.astype(float), LOOKUP) + self._costs.other_s()
+        seconds = self._seconds_of(lengths)
         best = int(np.argmax(tokens / seconds))
         return Estimate(DraftPlan(LOOKUP, int(lengths[best])), float(tokens[best]), float(seconds[best]))
+
+    def _seconds_of(self, lengths: Counts) -> Floats:
+        """Return what rounds take that draft so many tokens each, whatever their class."""
+        key = self._num_rounds, self._costs.load, int(lengths[-1])
+        if self._seconds is None or self._seconds[0] != key:
+            self._seconds = key, self._costs.looked_up_each_s(lengths.astype(float), LOOKUP)
+        return self._seconds[1]
 
     def draft_lengths(self, lengths: Counts, least_speed: float) -> tuple[int, ...]:
         """Return how many tokens a round drafts of a match of SHORTEST tokens, of SHORTEST + 1, and so on; 0: none.

@@ -23,7 +23,7 @@ from specdec.serving.local import (
 )
 from specdec.serving.local.commands import WORKER_NICENESS
 from specdec.serving.local.preflight import check
-from specdec.serving.settings import load
+from specdec.serving.settings import Device, load
 from target_service.settings import TargetSettings
 
 
@@ -156,7 +156,10 @@ def test_workers_let_others_go_first_unless_told_otherwise() -> None:
         (Options("t", "d", device="cuda"), 2, True),
     ],
 )
-def test_drafts_ahead_only_on_cores_that_targets_leave(options: Options, num_cores: int, is_ahead: bool) -> None:
+def test_drafts_ahead_only_on_cores_that_targets_leave(
+    options: Options, num_cores: int, is_ahead: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("specdec.serving.local.commands.DEVICES", tmp_path)  # whatever this machine has
     commands = worker_commands(options, num_cores)
     settings = [environment_of(command, {}).get("SPECDEC_DRAFT_AHEAD") for command in commands]
     drafts = None if is_ahead else "false"
@@ -166,8 +169,18 @@ def test_drafts_ahead_only_on_cores_that_targets_leave(options: Options, num_cor
         assert told.get("SPECDEC_DRAFT_AHEAD") == ("true" if command.kind == "draft" else None)
 
 
+@pytest.mark.parametrize(("device", "is_ahead"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_drafts_ahead_where_targets_compute_on_a_gpu(
+    device: Device, is_ahead: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr("specdec.serving.local.commands.DEVICES", tmp_path)
+    [_, draft] = worker_commands(Options("t", "d", device=device), num_cores=2)
+    assert ("draft_ahead" not in draft.defaults) == is_ahead
+
+
 def test_draft_workers_understand_whether_to_draft_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    [_, draft] = worker_commands(Options("t", "d"), num_cores=2)
+    [_, draft] = worker_commands(Options("t", "d", device="cpu"), num_cores=2)
     for name, value in draft.defaults.items():
         monkeypatch.setenv(f"SPECDEC_{name.upper()}", value)
     settings: Any = load(DraftSettings, "draft", draft.flags)

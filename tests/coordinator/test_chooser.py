@@ -19,6 +19,7 @@ from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Forward, Misse
 from coordinator.choosing.rest import AWAKE_ROUNDS, OBSERVED_EVERY, Rest
 from coordinator.choosing.shared_statistics import SharedStatistics
 from specdec.exact.values import Proposal, SparseDistribution, one_hot
+from specdec.types import MAX_DRAFT_TOKENS
 
 MAXIMUM = 32
 ROOM = 1000
@@ -849,3 +850,15 @@ def test_a_plan_is_charged_for_all_sessions() -> None:
     load(shared, 16, 0.5)
     rise = shared.costs.score_s(4, "a") - shared.costs.score_s(0, "a")
     assert float(rise) == pytest.approx(4 * 0.5, rel=0.3)
+
+
+def test_a_new_session_expects_what_all_sessions_saw() -> None:
+    shared = AcceptanceHistory()
+    for path in ((0, 1), (), (0,)):
+        session = SessionAcceptance(shared)
+        expected = 1 + np.cumsum(shared.accept_probs), np.cumsum(shared.draft_probs)
+        assert session.expected_tokens() == pytest.approx([1.0, *expected[0]])
+        assert session.expected_drafted() == pytest.approx([0.0, *expected[1]])
+        session.observe(4, 3, path)
+        assert session.expected_tokens() != pytest.approx([1.0, *expected[0]])
+        assert len(session.expected_drafted()) == len(session.expected_tokens()) == MAX_DRAFT_TOKENS + 1

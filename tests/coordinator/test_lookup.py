@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.costs import RESTING as COSTS_OF_REST
 from coordinator.choosing.lookups import COMPARED_LENGTH, LOOKUP, SHORTEST_OF, Lookups
 from coordinator.choosing.offers import OFFER
 from coordinator.choosing.plans import PLAIN, RESTING, DraftPlan, Found, RoundOutcome
@@ -228,3 +229,20 @@ def test_scouts_that_have_seen_enough_need_no_others(has_drafters: bool, is_over
         scout.observe(RoundOutcome(plan, plan.num_draft_tokens, (), 0.1, 1.0))
     assert shared.scouting[False].begin() != is_over
     assert shared.scouting[True].begin(), "sampled texts tell greedy ones nothing"
+
+
+@pytest.mark.parametrize(("num_sessions", "drafts"), [(1, True), (16, False)])
+def test_a_busy_target_drafts_only_what_clearly_promises_more(num_sessions: int, drafts: bool) -> None:
+    """What it looks up and draws between two forwards, all its sessions wait for."""
+    shared = SharedStatistics()
+    for _ in range(20):
+        for num_drafted, drafter in ((0, None), (32, LOOKUP), (0, COSTS_OF_REST)):
+            shared.costs.observe_score(num_drafted, 1.0, num_sessions, drafter)
+    for number in range(2000):
+        for shortest in SHORTEST_OF:
+            path = (0,) if number % 16 == 0 else ()
+            shared.acceptance(f"{LOOKUP} {shortest}", is_greedy=True).observe(32, 32, path, 1.0)
+    chooser = PlanChooser(shared, ["a"], 32, is_greedy=True, looks_up=True)
+    lengths = chooser._lookup_lengths()
+    assert len(lengths) == NUM_LENGTHS
+    assert any(lengths) == drafts

@@ -2,9 +2,12 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from coordinator.choosing.chooser import PlanChooser
+from coordinator.choosing.costs import RESTING as COSTS_OF_REST
+from coordinator.choosing.costs import Costs
 from coordinator.choosing.exploration import Exploration
 from coordinator.choosing.lookups import LOOKUP
 from coordinator.choosing.offers import AMONG_MANY, OFFER, ROUNDS_APART
@@ -192,11 +195,26 @@ def test_a_rest_weighs_again_once_the_load_changes(monkeypatch: pytest.MonkeyPat
         pass
     weighed: list[int] = []
     monkeypatch.setattr(PlanChooser, "_next_round", lambda *_: weighed.append(1))
-    chooser.next_round(RESTING, ROOM)
-    assert not weighed
+    for num_sessions in (1, 2):  # of 16 sessions more or fewer are between two answers
+        chooser._costs.num_sessions = num_sessions
+        chooser.next_round(RESTING, ROOM)
+        assert not weighed
     chooser._costs.num_sessions = 16
     chooser.next_round(RESTING, ROOM)
     assert weighed
+
+
+@pytest.mark.parametrize(("num_sessions", "believes"), [(1, True), (16, False)])
+def test_a_busy_targets_rounds_say_nothing_of_their_own_drafts(num_sessions: int, believes: bool) -> None:
+    """A round that is asked for late is answered soon: its forward was running for others."""
+    costs = Costs()
+    for _ in range(20):
+        costs.observe_score(0, 1.0, num_sessions, COSTS_OF_REST)
+        for drafter in (OFFER, LOOKUP):
+            costs.observe_score(4, 0.2, num_sessions, drafter)
+    asked = np.array([4.0])
+    for seconds in (costs.offered_each_s(asked, OFFER), costs.looked_up_each_s(asked, LOOKUP)):
+        assert (seconds.item() < costs.plain_s()) == believes
 
 
 def test_a_longer_offer_is_tried() -> None:
