@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 
 from specdec.serving.local.options import MODEL_FREE, NO_DRAFT, Options
 from specdec.serving.processors import MAX_SPARE
@@ -11,6 +12,7 @@ from specdec.serving.settings import ENV_PREFIX, settings_of, variable_names
 # workers compute for as long as they are let; what answers clients, on the same cores, needs a moment now and then.
 # With 10 they starve where something else is busy too, and drafts come too late
 WORKER_NICENESS = 5
+DEVICES = Path("/dev")  # where a driver shows its GPUs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ def _has_idle_cores(options: Options, num_cores: int) -> bool:
     On a CPU a target takes helpers beside its threads. Two cores that both workers use: drafting ahead cost more than
     it hid (docs/benchmarks.md).
     """
-    if options.device == "cuda":
+    if options.device == "cuda" or (options.device == "auto" and any(DEVICES.glob("nvidia[0-9]*"))):
         return True
     target_cores = min(num_cores, (options.target_threads or 1) + MAX_SPARE)
     draft_cores = options.draft_threads or 1
